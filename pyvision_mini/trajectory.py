@@ -19,6 +19,7 @@ class EndReason(str, Enum):
     ANSWERED = "answered"          # a turn ended with a non-empty <answer>
     OUT_OF_TURNS = "out_of_turns"  # the last allowed turn wrote code instead of an answer
     TOO_LONG = "too_long"          # a turn cut by its token limit, or an observation that did not fit
+    PROMPT_TOO_LONG = "prompt_too_long"  # over the prompt's limits: rejected before the rollout, never cut
     NO_ACTION = "no_action"        # a turn with neither code nor answer
     CODE_ERROR = "code_error"      # only with end_on_error: the authors' release stops at any error
     TOOL_FAILURE = "tool_failure"  # ours, never what the code did: the sandbox itself could not serve

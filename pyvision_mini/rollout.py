@@ -1,0 +1,334 @@
+"""Problems → Groups of sampled trajectories: HF `generate` with one KV cache for the whole trajectory, then the sandbox.
+
+The prompt is computed once per problem and its cache shared by the group. In each later turn only what is new (the
+last sampled token, the observation) is computed. Rows end a turn at different lengths: what pads the shorter ones stays
+in the cache as a hole that the attention mask hides, and each row keeps its own positions.
+Axes: B rows of the batch, T columns of the history (cache included), N tokens sampled this turn, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from pyvision_mini.config import Config
+from pyvision_mini.images import load_image
+from pyvision_mini.policy import Policy, SeenImage, mrope_positions
+from pyvision_mini.prompts import CODE_STOP, TEMPLATES, observation_segments, parse_action, prompt_segments
+from pyvision_mini.sandbox import SandboxError, SandboxPool, Session
+from pyvision_mini.trajectory import EndReason, Group, Problem, ToolResult, Trajectory, Turn
+
+
+def mix_seed(*parts: int) -> int:
+    """One 63-bit seed from several numbers, e.g. (seed, step, round, rank): no two streams of a run coincide."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+@dataclass
+class _Row:
+    """A live trajectory with what it needs to go on."""
+
+    traj: Trajectory
+    originals: list[Image.Image]             # full resolution, for the runtime
+    session: Session | None = None
+    pending: list[int] = field(default_factory=list)         # observation ids not in the history yet
+    pending_images: list[SeenImage] = field(default_factory=list)
+
+    def end(self, reason: EndReason) -> None:
+        self.traj.end = reason
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+
+def rollout(policy: Policy, problems: list[Problem], cfg: Config, pool: SandboxPool, seed: int = 0,
+            n_samples: int | None = None, on_turn: Callable[[int, int], None] | None = None) -> list[Group]:
+    """Sample `n_samples` (default cfg.group_size) trajectories per problem; rewards are not set yet.
+
+    Reproducible for a seed, and leaves the global RNG, the model's mode and its generation config as they were.
+    `on_turn(n_ended, n_calls)` is called after every turn, for progress bars.
+    """
+    n_samples = n_samples or cfg.group_size
+    groups = [Group(problem, []) for problem in problems]
+    jobs = [group for group in groups for _ in range(n_samples)]
+    devices = [policy.device] if policy.device.type == "cuda" else []
+    seen: dict[bytes, SeenImage] = {}
+    with torch.random.fork_rng(devices), torch.no_grad(), _sampling(policy, cfg):
+        torch.manual_seed(seed)
+        for start in range(0, len(jobs), cfg.rollout_rows):
+            batch = jobs[start:start + cfg.rollout_rows]
+            rows = _open_rows(policy, batch, cfg, seen)
+            try:
+                _run_batch(policy, [row for row in rows if row.traj.end is None], cfg, pool, seen, on_turn)
+            finally:
+                for row in rows:
+                    row.end(row.traj.end)
+            for group, row in zip(batch, rows):
+                group.trajectories.append(row.traj)
+    return groups
+
+
+@contextmanager
+def _sampling(policy: Policy, cfg: Config):
+    """Eval mode, and a generation config that says everything: generate fills unset fields from the checkpoint's."""
+    model = policy.model
+    before = model.training, model.generation_config
+    model.eval()
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=cfg.top_k, top_p=1.0, repetition_penalty=1.0, num_beams=1, use_cache=True,
+        pad_token_id=policy.stop_ids[1], eos_token_id=list(policy.stop_ids), return_dict_in_generate=True)
+    try:
+        yield
+    finally:
+        model.train(before[0])
+        model.generation_config = before[1]
+
+
+def _open_rows(policy: Policy, batch: list[Group], cfg: Config, seen: dict[bytes, SeenImage]) -> list[_Row]:
+    """One row per entry of `batch`; prompts that break a limit end here, whole and untouched."""
+    rows, prompts = [], {}
+    for group in batch:
+        if id(group) not in prompts:
+            originals = [load_image(image) for image in group.problem.images]
+            images = policy.see(originals, seen, cfg.min_pixels, cfg.max_pixels)
+            segments = prompt_segments(group.problem, TEMPLATES[cfg.template])
+            prompts[id(group)] = originals, images, policy.encode(segments, [image.grid for image in images])
+        originals, images, ids = prompts[id(group)]
+        traj = Trajectory(group.problem, n_prompt=len(ids))
+        _extend_observed(policy, traj, ids, images)
+        rows.append(_Row(traj, originals))
+        if len(ids) > cfg.max_prompt_tokens or len(images) > cfg.max_images:
+            rows[-1].end(EndReason.PROMPT_TOO_LONG)
+    return rows
+
+
+def _extend_observed(policy: Policy, traj: Trajectory, ids: list[int], images: list[SeenImage]) -> None:
+    traj.extend(ids, trained=False)
+    traj.images += [image.image for image in images]
+    traj.grids += [image.grid for image in images]
+    traj.features += [image.features for image in images]
+    traj.n_image_tokens += ids.count(policy.image_id)
+
+
+def _run_batch(policy: Policy, rows: list[_Row], cfg: Config, pool: SandboxPool, seen: dict[bytes, SeenImage],
+               on_turn: Callable[[int, int], None] | None) -> None:
+    """All turns of the rows: generate, act, observe, drop the finished rows, go on with the same cache."""
+    if not rows:
+        return
+    history = _History(policy, rows)
+    for turn in range(cfg.max_turns + 1):
+        started = time.perf_counter()
+        limits = [min(cfg.max_turn_tokens, cfg.max_response_tokens - len(r.traj.ids) + r.traj.n_prompt) for r in rows]
+        sampled = history.generate(limits, cfg.temperature)
+        seconds = time.perf_counter() - started
+        n_live = len(rows)
+        calls = [row for row, (ids, logps, stopped) in zip(rows, sampled)
+                 if _act(policy, row, ids, logps, stopped, seconds, last=turn == cfg.max_turns)]
+        with ThreadPoolExecutor(max_workers=pool.workers) as threads:
+            list(threads.map(lambda row: _call(row, pool), calls))
+        _observe(policy, calls, cfg, seen)
+        keep = [i for i, row in enumerate(rows) if row.traj.end is None]
+        rows = [rows[i] for i in keep]
+        if on_turn:
+            on_turn(n_live - len(rows), len(calls))
+        if not rows:
+            return
+        history.advance(keep, rows)
+
+
+def _act(policy: Policy, row: _Row, ids: list[int], logps: list[float], stopped: bool, seconds: float,
+         last: bool) -> bool:
+    """Append the sampled turn and say whether its code is to be run; any other turn ends the trajectory."""
+    row.traj.extend(ids, trained=True, logps=logps)
+    text = policy.decode(ids)
+    action = parse_action(text)
+    row.traj.turns.append(Turn(text, action.kind, action.content, n_tokens=len(ids), seconds=seconds))
+    if not stopped:                              # cut by its token limit: whatever it holds is not what was meant
+        row.end(EndReason.TOO_LONG)
+    elif action.kind == "answer":
+        row.end(EndReason.ANSWERED)
+    elif action.kind == "none":
+        row.end(EndReason.NO_ACTION)
+    elif last:
+        row.end(EndReason.OUT_OF_TURNS)
+    return row.traj.end is None
+
+
+def _call(row: _Row, pool: SandboxPool) -> None:
+    """Run the turn's code in the row's own runtime, opened at its first call."""
+    turn = row.traj.turns[-1]
+    try:
+        if row.session is None:
+            row.session = pool.open(images=row.originals, videos=row.traj.problem.videos)
+        turn.result = row.session.run(turn.content)
+    except SandboxError as error:                # ours, not the model's: never trained on
+        turn.result = ToolResult("killed", f"sandbox failure: {error}")
+        row.end(EndReason.TOOL_FAILURE)
+
+
+def _observe(policy: Policy, rows: list[_Row], cfg: Config, seen: dict[bytes, SeenImage]) -> None:
+    """Turn results into observation ids, or end the trajectory when they do not fit: never a part of an image."""
+    rows = [row for row in rows if row.traj.end is None]
+    results = [row.traj.turns[-1].result for row in rows]
+    # One forward for all new images of the turn; rows that looked at the same place share the features.
+    flat = policy.see([image for result in results for image in result.images], seen, cfg.min_pixels, cfg.max_pixels)
+    for row, result in zip(rows, results):
+        images, flat = flat[:len(result.images)], flat[len(result.images):]
+        traj, turn = row.traj, row.traj.turns[-1]
+        given = [image.digest for image in policy.see(row.originals, seen, cfg.min_pixels, cfg.max_pixels)]
+        turn.no_op = bool(images) and not result.text.strip() and all(image.digest in given for image in images)
+        closed = traj.ids[-1] == policy.stop_ids[0]
+        segments = observation_segments(result.text, len(traj.images), len(images), TEMPLATES[cfg.template], closed)
+        ids = policy.encode(segments, [image.grid for image in images])
+        turn.n_observation_tokens = len(ids)
+        n_response = len(traj.ids) - traj.n_prompt + len(ids)
+        if cfg.end_on_error and result.status != "ok":
+            row.end(EndReason.CODE_ERROR)
+        elif n_response >= cfg.max_response_tokens or len(traj.images) + len(images) > cfg.max_images:
+            row.end(EndReason.TOO_LONG)
+        else:
+            row.pending, row.pending_images = ids, images
+            _extend_observed(policy, traj, ids, images)
+
+
+class _History:
+    """The rows as generate sees them: padded columns, their mask, their positions, and the cache of all but the tail."""
+
+    def __init__(self, policy: Policy, rows: list[_Row]):
+        """Prefill each distinct prompt once, all but its last token, and give every row its copy of the cache."""
+        self.policy, self.rows = policy, rows
+        first = {id(row.traj.problem): i for i, row in reversed(list(enumerate(rows)))}
+        distinct = sorted(first.values())
+        prompts = [rows[i].traj for i in distinct]
+        ids_BT, mask_BT, pos_3BT = self._padded([traj.ids for traj in prompts], [traj.grids for traj in prompts],
+                                                [0] * len(prompts))
+        self.cache = DynamicCache(config=policy.model.config.get_text_config())
+        features = [f for traj in prompts for f in traj.features]
+        policy.model.model(input_ids=ids_BT[:, :-1], attention_mask=mask_BT[:, :-1],
+                           position_ids=_with_text_row(mask_BT, pos_3BT)[..., :-1], cache=self.cache, use_cache=True,
+                           **_vision(features))
+        order = torch.tensor([distinct.index(first[id(row.traj.problem)]) for row in rows], device=policy.device)
+        self.cache.batch_select_indices(order)
+        self.ids_BT, self.mask_BT, self.pos_3BT = ids_BT[order], mask_BT[order], pos_3BT[:, order]
+
+    def _padded(self, ids: list[list[int]], grids: list[list], starts: list[int]) -> tuple[torch.Tensor, ...]:
+        """Left-padded ids, mask and M-RoPE positions of the pieces; piece i begins at position starts[i]."""
+        width = max(map(len, ids))
+        ids_BT = np.full((len(ids), width), self.policy.stop_ids[1], dtype=np.int64)
+        mask_BT, pos_3BT = np.zeros((len(ids), width), dtype=np.int64), np.zeros((3, len(ids), width), dtype=np.int64)
+        for i, piece in enumerate(ids):
+            if piece:
+                ids_BT[i, -len(piece):], mask_BT[i, -len(piece):] = piece, 1
+                pos_3BT[:, i, -len(piece):] = mrope_positions(piece, grids[i], self.policy.image_id) + starts[i]
+        return tuple(torch.from_numpy(a).to(self.policy.device) for a in (ids_BT, mask_BT, pos_3BT))
+
+    def generate(self, limits: list[int], temperature: float) -> list[tuple[list[int], list[float], bool]]:
+        """Sample one turn of every row → (ids, log-probs, whether it ended in a stop), the stop token included."""
+        policy, width = self.policy, self.ids_BT.shape[1]
+        limits_B = torch.tensor(limits, device=policy.device)
+        stop = _TurnStop(policy, width, limits_B)
+        recorder = _Recorder(policy.suppressed, temperature)
+        features = [image.features for row in self.rows for image in row.pending_images]
+        out = policy.model.generate(
+            input_ids=self.ids_BT, attention_mask=self.mask_BT, position_ids=_with_text_row(self.mask_BT, self.pos_3BT),
+            cache=self.cache, max_new_tokens=max(limits), logits_processor=[recorder], stopping_criteria=[stop],
+            **_vision(features))
+        new_BN = out.sequences[:, width:]
+        logp_BN = recorder.finish(new_BN)
+        n_B = torch.minimum(stop.length(new_BN), limits_B).tolist()
+        # What pads a row that stopped early stays in the cache: a hole, hidden by the mask.
+        alive_BN = torch.arange(new_BN.shape[1], device=policy.device) < torch.tensor(n_B, device=policy.device)[:, None]
+        next_B = self.pos_3BT[:, :, -1].amax(0) + 1      # every row's history ends in text, in the last column
+        pos_BN = next_B[:, None] + torch.arange(new_BN.shape[1], device=policy.device)
+        self.next_B = (next_B + torch.tensor(n_B, device=policy.device)).tolist()
+        self.ids_BT = out.sequences
+        self.mask_BT = torch.cat([self.mask_BT, alive_BN.long()], dim=1)
+        self.pos_3BT = torch.cat([self.pos_3BT, pos_BN.expand(3, -1, -1)], dim=2)
+        stopped = stop.stopped.tolist()
+        return [(ids[:n], logps[:n], s)
+                for ids, logps, n, s in zip(new_BN.tolist(), logp_BN.tolist(), n_B, stopped)]
+
+    def advance(self, keep: list[int], rows: list[_Row]) -> None:
+        """Drop the rows that ended and append the observations, left-padded against what the cache holds."""
+        index = torch.tensor(keep, device=self.policy.device)
+        if len(keep) < len(self.rows):
+            self.cache.batch_select_indices(index)
+        ids_BT, mask_BT, pos_3BT = self._padded(
+            [row.pending for row in rows], [[image.grid for image in row.pending_images] for row in rows],
+            [self.next_B[i] for i in keep])
+        self.rows = rows
+        self.ids_BT = torch.cat([self.ids_BT[index], ids_BT], dim=1)
+        self.mask_BT = torch.cat([self.mask_BT[index], mask_BT], dim=1)
+        self.pos_3BT = torch.cat([self.pos_3BT[:, index], pos_3BT], dim=2)
+
+
+def _with_text_row(mask_BT: torch.Tensor, pos_3BT: torch.Tensor) -> torch.Tensor:
+    """[4, B, T] as transformers expects explicit positions: the text positions, then time, height, width."""
+    return torch.cat([(mask_BT.cumsum(-1) - 1).clamp(min=0)[None], pos_3BT])
+
+
+def _vision(features: list[torch.Tensor]) -> dict:
+    """Keyword that hands the model features instead of pixels: the tower ran once per distinct image, in policy.see."""
+    if not features:
+        return {}
+    return {"mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=tuple(features))}}
+
+
+class _Recorder(LogitsProcessor):
+    """Temperature and suppression as grpo.logprobs applies them, and the log-prob of every token sampled after it."""
+
+    def __init__(self, suppressed: tuple[int, ...], temperature: float):
+        self.suppressed, self.temperature = list(suppressed), temperature
+        self.logps: list[torch.Tensor] = []
+        self.last_BV: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._settle(input_ids[:, -1])
+        scores = scores.float() / self.temperature
+        scores[:, self.suppressed] = -torch.inf
+        self.last_BV = scores
+        return scores
+
+    def _settle(self, sampled_B: torch.Tensor) -> None:
+        if self.last_BV is not None:
+            self.logps.append(self.last_BV.gather(1, sampled_B[:, None])[:, 0] - self.last_BV.logsumexp(-1))
+
+    def finish(self, new_BN: torch.Tensor) -> torch.Tensor:
+        self._settle(new_BN[:, -1])
+        return torch.stack(self.logps, dim=1)
+
+
+class _TurnStop(StoppingCriteria):
+    """A row's turn ends at a stop id, right after its own </code>, or at its own token limit. The prompt never counts."""
+
+    def __init__(self, policy: Policy, width: int, limits_B: torch.Tensor):
+        self.policy, self.width, self.limits_B = policy, width, limits_B
+        self.stop_ids = torch.tensor(policy.stop_ids, device=policy.device)
+        self.stopped = torch.zeros_like(limits_B, dtype=torch.bool)
+        self.lengths = torch.zeros_like(limits_B)        # 0 while the row is running
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+        n, last_B = input_ids.shape[1] - self.width, input_ids[:, -1]
+        running_B = self.lengths == 0
+        stop_B = running_B & torch.isin(last_B, self.stop_ids)
+        for i in (running_B & torch.isin(last_B, self.policy.closing_ids)).nonzero()[:, 0].tolist():
+            # A "</code>" is at most 7 bytes, hence 7 tokens; decoding 8 keeps the cost flat.
+            tail = self.policy.decode(input_ids[i, self.width:][-8:].tolist())
+            before = self.policy.decode(input_ids[i, self.width:-1][-7:].tolist())
+            stop_B[i] |= tail.lower().count(CODE_STOP) > before.lower().count(CODE_STOP)
+        self.stopped |= stop_B
+        ended_B = stop_B | (running_B & (n >= self.limits_B))
+        self.lengths[ended_B] = n
+        return self.lengths > 0
+
+    def length(self, new_BN: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.lengths > 0, self.lengths, new_BN.shape[1])
