@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass, field, fields
+from functools import wraps
 from pathlib import Path
 
 from transformers import HfArgumentParser
@@ -136,3 +137,14 @@ def explicit(cfg: Config) -> dict:
     """The fields that differ from the embedded defaults, for the start-up line."""
     base = Config()
     return {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != getattr(base, f.name)}
+
+
+def cli(main):
+    """Decorate a script's main: a UserError becomes one line on stderr and exit code 1."""
+    @wraps(main)
+    def run():
+        try:
+            main()
+        except UserError as error:
+            sys.exit(f"error: {error}")
+    return run

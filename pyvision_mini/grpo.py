@@ -88,7 +88,7 @@ def policy_loss(logp_BT: Tensor, old_logp_BT: Tensor, adv_B: Tensor, mask_BT: Te
     with torch.no_grad():
         too_high_BT = (ratio_BT > 1 + clip_high) & (adv_B1 > 0)
         too_low_BT = (ratio_BT < 1 - clip_low) & (adv_B1 < 0)
-        stats = {"tokens": mask_BT.sum(), "clipped": (mask_BT & (too_high_BT | too_low_BT)).sum(),
+        stats = {"tokens": mask_BT.sum(), "clipped": (too_high_BT | too_low_BT).sum(),
                  "kl": (ratio_BT - 1 - log_ratio_BT).sum(), "gap": log_ratio_BT.abs().sum(),
                  "ratio_max": torch.where(mask_BT, ratio_BT, 0.0).max()}
     return loss, stats

@@ -89,7 +89,7 @@ def observation_segments(text: str, first_image: int, n_images: int, template: T
     after </code> it has to be closed here.
     """
     opening, ending = template.observation
-    body = template.printed + text + "\n" if text.strip() else ""
+    body = template.printed + text.rstrip() + "\n" if text.strip() else ""
     segments: list[str] = ([] if closed else [IM_END]) + ["\n", IM_START, "user\n" + opening + body]
     for k in range(first_image, first_image + n_images):
         segments += [f"<image_clue_{k}>", VISION_START, IMAGE, VISION_END, f"</image_clue_{k}>\n"]

@@ -19,13 +19,16 @@ import torch
 from PIL import Image
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import is_flash_attn_2_available
 
 from pyvision_mini.config import Config
 from pyvision_mini.images import load_image
 from pyvision_mini.policy import Policy, SeenImage, mrope_positions
 from pyvision_mini.prompts import CODE_STOP, TEMPLATES, observation_segments, parse_action, prompt_segments
-from pyvision_mini.sandbox import SandboxError, SandboxPool, Session
+from pyvision_mini.sandbox import SandboxError, SandboxPool, SandboxSession
 from pyvision_mini.trajectory import EndReason, Group, Problem, ToolResult, Trajectory, Turn
+
+CALL_THREADS = 32  # calls in flight; the pool's slots decide how many of them run at once
 
 
 def mix_seed(*parts: int) -> int:
@@ -39,7 +42,7 @@ class _Row:
 
     traj: Trajectory
     originals: list[Image.Image]             # full resolution, for the runtime
-    session: Session | None = None
+    session: SandboxSession | None = None
     pending: list[int] = field(default_factory=list)         # observation ids not in the history yet
     pending_images: list[SeenImage] = field(default_factory=list)
 
@@ -51,11 +54,12 @@ class _Row:
 
 
 def rollout(policy: Policy, problems: list[Problem], cfg: Config, pool: SandboxPool, seed: int = 0,
-            n_samples: int | None = None, on_turn: Callable[[int, int], None] | None = None) -> list[Group]:
+            n_samples: int | None = None, tick: Callable[[str, float], None] = lambda kind, n: None) -> list[Group]:
     """Sample `n_samples` (default cfg.group_size) trajectories per problem; rewards are not set yet.
 
     Reproducible for a seed, and leaves the global RNG, the model's mode and its generation config as they were.
-    `on_turn(n_ended, n_calls)` is called after every turn, for progress bars.
+    `tick(kind, n)` reports progress as it happens: "trajectories" ended, sandbox "calls" done, "tokens" sampled, and
+    seconds spent in "generate" and "sandbox". What it raises ends the rollout.
     """
     n_samples = n_samples or cfg.group_size
     groups = [Group(problem, []) for problem in problems]
@@ -68,7 +72,7 @@ def rollout(policy: Policy, problems: list[Problem], cfg: Config, pool: SandboxP
             batch = jobs[start:start + cfg.rollout_rows]
             rows = _open_rows(policy, batch, cfg, seen)
             try:
-                _run_batch(policy, [row for row in rows if row.traj.end is None], cfg, pool, seen, on_turn)
+                _run_batch(policy, [row for row in rows if row.traj.end is None], cfg, pool, seen, tick)
             finally:
                 for row in rows:
                     row.end(row.traj.end)
@@ -120,7 +124,7 @@ def _extend_observed(policy: Policy, traj: Trajectory, ids: list[int], images: l
 
 
 def _run_batch(policy: Policy, rows: list[_Row], cfg: Config, pool: SandboxPool, seen: dict[bytes, SeenImage],
-               on_turn: Callable[[int, int], None] | None) -> None:
+               tick: Callable[[str, float], None]) -> None:
     """All turns of the rows: generate, act, observe, drop the finished rows, go on with the same cache."""
     if not rows:
         return
@@ -128,18 +132,20 @@ def _run_batch(policy: Policy, rows: list[_Row], cfg: Config, pool: SandboxPool,
     for turn in range(cfg.max_turns + 1):
         started = time.perf_counter()
         limits = [min(cfg.max_turn_tokens, cfg.max_response_tokens - len(r.traj.ids) + r.traj.n_prompt) for r in rows]
-        sampled = history.generate(limits, cfg.temperature)
+        sampled = history.generate(limits, cfg.temperature, tick)
         seconds = time.perf_counter() - started
+        tick("generate", seconds)
         n_live = len(rows)
         calls = [row for row, (ids, logps, stopped) in zip(rows, sampled)
                  if _act(policy, row, ids, logps, stopped, seconds, last=turn == cfg.max_turns)]
-        with ThreadPoolExecutor(max_workers=pool.workers) as threads:
-            list(threads.map(lambda row: _call(row, pool), calls))
+        with ThreadPoolExecutor(max_workers=CALL_THREADS) as threads:
+            for _ in threads.map(lambda row: _call(row, pool), calls):
+                tick("calls", 1)
+        tick("sandbox", time.perf_counter() - started - seconds)
         _observe(policy, calls, cfg, seen)
         keep = [i for i, row in enumerate(rows) if row.traj.end is None]
         rows = [rows[i] for i in keep]
-        if on_turn:
-            on_turn(n_live - len(rows), len(calls))
+        tick("trajectories", n_live - len(rows))
         if not rows:
             return
         history.advance(keep, rows)
@@ -231,11 +237,12 @@ class _History:
                 pos_3BT[:, i, -len(piece):] = mrope_positions(piece, grids[i], self.policy.image_id) + starts[i]
         return tuple(torch.from_numpy(a).to(self.policy.device) for a in (ids_BT, mask_BT, pos_3BT))
 
-    def generate(self, limits: list[int], temperature: float) -> list[tuple[list[int], list[float], bool]]:
+    def generate(self, limits: list[int], temperature: float,
+                 tick: Callable[[str, float], None]) -> list[tuple[list[int], list[float], bool]]:
         """Sample one turn of every row → (ids, log-probs, whether it ended in a stop), the stop token included."""
         policy, width = self.policy, self.ids_BT.shape[1]
         limits_B = torch.tensor(limits, device=policy.device)
-        stop = _TurnStop(policy, width, limits_B)
+        stop = _TurnStop(policy, width, limits_B, tick)
         recorder = _Recorder(policy.suppressed, temperature)
         features = [image.features for row in self.rows for image in row.pending_images]
         out = policy.model.generate(
@@ -310,8 +317,8 @@ class _Recorder(LogitsProcessor):
 class _TurnStop(StoppingCriteria):
     """A row's turn ends at a stop id, right after its own </code>, or at its own token limit. The prompt never counts."""
 
-    def __init__(self, policy: Policy, width: int, limits_B: torch.Tensor):
-        self.policy, self.width, self.limits_B = policy, width, limits_B
+    def __init__(self, policy: Policy, width: int, limits_B: torch.Tensor, tick: Callable[[str, float], None]):
+        self.policy, self.width, self.limits_B, self.tick = policy, width, limits_B, tick
         self.stop_ids = torch.tensor(policy.stop_ids, device=policy.device)
         self.stopped = torch.zeros_like(limits_B, dtype=torch.bool)
         self.lengths = torch.zeros_like(limits_B)        # 0 while the row is running
@@ -319,6 +326,7 @@ class _TurnStop(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
         n, last_B = input_ids.shape[1] - self.width, input_ids[:, -1]
         running_B = self.lengths == 0
+        self.tick("tokens", int(running_B.sum()))
         stop_B = running_B & torch.isin(last_B, self.stop_ids)
         for i in (running_B & torch.isin(last_B, self.policy.closing_ids)).nonzero()[:, 0].tolist():
             # A "</code>" is at most 7 bytes, hence 7 tokens; decoding 8 keeps the cost flat.
@@ -332,3 +340,35 @@ class _TurnStop(StoppingCriteria):
 
     def length(self, new_BN: torch.Tensor) -> torch.Tensor:
         return torch.where(self.lengths > 0, self.lengths, new_BN.shape[1])
+
+
+def choose_attention(policy: Policy) -> str:
+    """Switch to flash-attention where it is installed and agrees with sdpa on this model; say what was chosen and why."""
+    if policy.device.type != "cuda":
+        return "sdpa (flash-attention needs a GPU)"
+    if not is_flash_attn_2_available():
+        return "sdpa (flash-attn is not installed)"
+    gap = attention_gap(policy, "flash_attention_2")
+    if gap > 0.05:                               # bf16 log-probs of equal maths differ by about 0.01
+        return f"sdpa (flash_attention_2 differs by {gap:.3f} in log-prob)"
+    policy.model.set_attn_implementation("flash_attention_2")
+    return f"flash_attention_2 (agrees with sdpa within {gap:.3f} in log-prob)"
+
+
+@torch.no_grad()
+def attention_gap(policy: Policy, implementation: str) -> float:
+    """Mean log-prob difference to sdpa over two ragged rows with a hole in the cache, as a second turn has them."""
+    ids_BT = torch.arange(24, device=policy.device).expand(2, -1) + 1
+    mask_BT = torch.ones_like(ids_BT)
+    mask_BT[0, :5] = mask_BT[1, 9:14] = 0
+    pos_3BT = (mask_BT.cumsum(-1) - 1).clamp(min=0).expand(3, -1, -1)
+    found = []
+    for name in ("sdpa", implementation):
+        policy.model.set_attn_implementation(name)
+        cache = DynamicCache(config=policy.model.config.get_text_config())
+        for columns in (slice(0, 16), slice(16, 24)):
+            logits = policy.model(input_ids=ids_BT[:, columns], attention_mask=mask_BT[:, :columns.stop], cache=cache,
+                                  position_ids=_with_text_row(mask_BT, pos_3BT)[..., columns], use_cache=True).logits
+        found.append(logits.float().log_softmax(-1))
+    policy.model.set_attn_implementation("sdpa")
+    return (found[0] - found[1]).abs().mean().item()

@@ -1,23 +1,20 @@
-"""Run model-written Python beside the trainer.
+"""Run model-written Python beside the trainer: trainer → zygote (own program, empty environment) → one process per session.
 
-trainer → zygote (own program, empty environment) → one process per session, forked from it and locked down.
-
-Promises: a call ends within its timeout + 2 s whatever the code does; no process, zombie or file outlives a session; code
-can read the Python install, the system libraries and its own media, write one scratch folder of bounded size, and start
-threads, but reach no other file, process, network or environment; the trainer never unpickles or evaluates a reply.
-Does not promise: protection against bugs of the kernel or of a decoder's memory safety beyond that; secrecy of file names
-and sizes (`stat` stays open); fair shares of disk bandwidth or memory between sessions; and nothing that `pool.layers`
-does not list: macOS and restricted containers get fewer layers. Run training in a container or a VM of its own.
+Promises: a call ends within its timeout + 2 s whatever the code does, and no process, zombie or file outlives its session.
+Code reads Python, the system libraries and its own media, writes one scratch folder of bounded size, starts threads, and
+reaches no other file, process, network or environment. A reply is bytes with checked lengths: never unpickled or evaluated.
+Does not promise: protection against kernel bugs; secret file names and sizes (`stat` stays open); fair shares of memory and
+CPU between sessions; or anything that `pool.layers` does not list. Run training in a container or VM of its own.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -27,336 +24,207 @@ from pathlib import Path
 
 from PIL import Image
 
-from . import sandbox_worker as worker
 from .config import UserError
 from .images import load_image, size_problem
 from .trajectory import ToolResult
 
-GRACE_S = 1.0                    # between the TimeoutError inside and SIGKILL
-START_S = 60.0                   # for starting the zygote or a session on a busy machine
-MAX_ERROR_CHARS = 1000           # of the error under the printed text
-REQUIRED = {"limits", "parent_death", "no_new_privs", "landlock", "seccomp"}    # strict mode does not start without
-PROBE = """
-import os, socket
-def attempt(name, reach):
-    try:
-        reach()
-        print(name)
-    except OSError:
-        pass
-def fork():
-    if os.fork() == 0:
-        os._exit(0)
-attempt("file", lambda: open({canary!r}).read())
-attempt("socket", lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-attempt("fork", fork)
-attempt("signal", lambda: os.kill({trainer}, 0))
-"""
+FRAMES = ("<16sI", "<16s?IB", "<II")    # nonce, bytes of code | nonce, failed, bytes of text, images | width, height
+REQUEST, REPLY, SIZE = map(struct.Struct, FRAMES)
+GRACE_S = 1.0                           # between the TimeoutError inside and SIGKILL
+START_S = 60.0                          # for a zygote or a session to start on a busy machine
+REQUIRED = {"limits", "parent_death", "no_new_privs", "landlock", "seccomp"}    # strict does not start without them
+LOST = "All variables are lost: the next call starts afresh with the original inputs."
+PROBE = """import os, socket
+for name, reach in (("file", lambda: open({!r})), ("signal", lambda: os.kill({}, 0)), ("socket", socket.socket),
+                    ("fork", lambda: os.fork() or os._exit(0))):
+    try: reach(); print(name)
+    except OSError: pass"""
 
 
 class SandboxError(Exception):
     """The sandbox itself could not serve. Never because of what the code did."""
 
 
-class _Lost(Exception):
-    """The session has to be killed: it is gone, does not yield, or sent something that is no reply."""
+class SandboxPool(contextlib.AbstractContextManager):
+    """Opens sessions; `workers` of them run at once, and waiting for a place is outside `timeout_s`.
 
-
-class SandboxPool:
-    """Starts sessions and says how many calls run at once (`workers`); waiting for a place is outside `timeout_s`.
-
-    `layers` names the protections that hold, `reachable` what the start-up self-test could still reach. mode="strict"
-    raises UserError if a required layer is missing or anything was reachable; "best_effort" prints one line.
+    `layers`: protections that hold. `reachable`: what a self-test at the start could still reach. "strict" raises UserError
+    if a required layer is missing or anything was reachable, "best_effort" prints a line. `without` leaves layers out.
     """
 
     def __init__(self, workers: int = 8, timeout_s: float = 30.0, memory_mb: int = 2048, max_output_chars: int = 8192,
                  max_images: int = 8, mode: str = "best_effort", max_pixels: int = 1 << 24, without: tuple[str, ...] = ()):
-        self.timeout_s, self.max_output_chars, self.max_images, self.max_pixels = timeout_s, max_output_chars, max_images, max_pixels
-        self._settings = dict(timeout_s=timeout_s, memory_mb=memory_mb, max_output_chars=max_output_chars,
-                              max_images=max_images, max_pixels=max_pixels, without=without,
-                              packages=[path for path in sys.path if path.endswith("-packages")])
-        self._slots = threading.BoundedSemaphore(workers)
-        self._lock = threading.Lock()                # one request at a time on the control channel
-        self._sessions: set[SandboxSession] = set()
-        self._count = 0
-        self._closed = False
-        self.layers: list[str] = []
-        self.reachable: list[str] = []
-        _remove_stale_folders()
+        self.settings = dict(timeout_s=timeout_s, memory_mb=memory_mb, max_output_chars=max_output_chars, without=without,
+                             max_images=max_images, max_pixels=max_pixels, trainer=os.getpid(), frames=FRAMES,
+                             packages=[path for path in sys.path if path.endswith("-packages")])
+        self.slots, self._lock, self._closed = threading.BoundedSemaphore(workers), threading.Lock(), False
+        self.sessions: set[SandboxSession] = set()
         self._start_zygote()
-        try:
-            self._self_test(mode)
-        except BaseException:
-            self.close()
-            raise
+        canary = self.folder / "canary"
+        canary.write_text("readable")
+        probe = self.open()
+        self.layers, self.reachable = probe.layers, probe.run(PROBE.format(str(canary), os.getpid())).text.split()
+        probe.close()
+        missing = sorted(REQUIRED - set(self.layers))
+        if missing or self.reachable:
+            problem = f"sandbox: not protected by {missing}, code can reach {self.reachable}"
+            if mode == "strict":
+                self.close()
+                raise UserError(f"{problem}: needs Linux with Landlock and seccomp, or --sandbox best_effort in a container")
+            print(problem, file=sys.stderr)
 
     def open(self, images=(), videos=()) -> SandboxSession:
         """A session with image_clue_0.. (PIL images or paths), video_clue_0.. (paths), np, plt and Image."""
-        session = SandboxSession(self, list(images), [os.path.realpath(video) for video in videos])
-        self._sessions.add(session)
-        return session
+        return SandboxSession(self, list(images), [os.path.realpath(video) for video in videos])
 
     def close(self) -> None:
-        for session in list(self._sessions):
+        for session in list(self.sessions):
             session.close()
         with self._lock:
             self._closed = True
             self._stop_zygote()
 
-    def __enter__(self) -> SandboxPool:
-        return self
-
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *_) -> None:
         self.close()
 
-    def _self_test(self, mode: str) -> None:
-        canary = self._folder / "canary"
-        canary.write_text("readable")
-        with self.open() as probe:
-            self.layers = probe.layers
-            self.reachable = probe.run(PROBE.format(canary=str(canary), trainer=os.getpid())).text.split()
-        missing = sorted(REQUIRED - set(self.layers))
-        if not missing and not self.reachable:
-            return
-        problem = f"sandbox: missing {', '.join(missing) or 'nothing'}; code can reach: {', '.join(self.reachable) or 'nothing'}"
-        if mode == "strict":
-            raise UserError(f"{problem}. Use Linux with Landlock and seccomp, or --sandbox best_effort in a throw-away container")
-        print(problem, file=sys.stderr)
-
     def _start_zygote(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}"))
-        self._folder.chmod(0o711)
-        lock = os.open(self._folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)             # held by the zygote while it lives: such a folder is not stale
+        """An own program and not a fork: that would inherit the trainer's memory, gold answers included."""
+        self.folder = Path(tempfile.mkdtemp(prefix="pyvision-mini-"))
+        self.folder.chmod(0o711)
         self._control, theirs = socket.socketpair()
-        with theirs, open(self._folder / "log", "wb") as log:
-            # A program of its own, not a fork: a fork would inherit the trainer's memory, gold answers included.
-            self._zygote = subprocess.Popen(
-                [sys.executable, "-I", "-B", worker.__file__, str(theirs.fileno()), str(os.getpid())], env={},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno(), lock], start_new_session=True)
-        os.close(lock)
         self._control.settimeout(START_S)
+        settings = json.dumps({**self.settings, "folder": str(self.folder), "control": theirs.fileno()})
+        with theirs:
+            self._zygote = subprocess.Popen(
+                [sys.executable, "-I", "-B", Path(__file__).with_name("sandbox_worker.py"), settings], env={},
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True)
         try:
-            self._exchange({**self._settings, "folder": str(self._folder)})
-        except (OSError, ValueError) as error:
-            log_tail = (self._folder / "log").read_text(errors="replace")[-2000:]
+            self._exchange()
+        except OSError as error:
             self._stop_zygote()
-            raise SandboxError(f"the sandbox did not start: {error} {log_tail}") from None
+            raise SandboxError(f"the sandbox did not start: {error}") from None
 
     def _stop_zygote(self) -> None:
-        self._control.close()                        # the zygote kills its sessions, removes its folder and exits
-        try:
+        self._control.close()               # it then kills its sessions, removes its folder and exits
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._zygote.wait(10)
-        except subprocess.TimeoutExpired:
-            self._zygote.kill()
-            self._zygote.wait()
-        _remove(self._folder)
+        self._zygote.kill()
+        self._zygote.wait()
+        subprocess.run(["rm", "-rf", "--", self.folder], check=False)
 
-    def _exchange(self, request: dict, fd: int | None = None) -> dict:
-        socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], [] if fd is None else [fd])
-        line = b""
-        while not line.endswith(b"\n"):
-            chunk = self._control.recv(4096)
-            if not chunk:
-                raise ConnectionError("the zygote is gone")
-            line += chunk
-        return json.loads(line)
+    def _exchange(self, *request) -> dict:
+        if request:
+            socket.send_fds(self._control, *request)
+        answer = self._control.recv(4096)
+        if not answer:
+            raise ConnectionError("its process ended")
+        return json.loads(answer)
 
-    def _fork(self, request: dict, fd: int) -> tuple[int, subprocess.Popen, str]:
-        """(pid, its zygote, its scratch folder). Starts a new zygote if the old one died."""
+    def ask(self, request: dict, *fds: int) -> dict:
+        """The zygote's answer. If it has died, so have its sessions; a new one is started."""
         with self._lock:
             if self._closed:
                 raise SandboxError("the pool is closed")
-            self._count += 1
-            for last_try in (False, True):
-                scratch = self._folder / f"s{self._count}"
-                try:
-                    scratch.mkdir(0o700)
-                    answer = self._exchange({**request, "scratch": str(scratch)}, fd)
-                    break
-                except OSError as error:
-                    if last_try:
-                        raise SandboxError(f"the sandbox cannot start a session: {error}") from None
-                    self._stop_zygote()
-                    self._start_zygote()
-            if "error" in answer:
-                raise SandboxError(f"the sandbox cannot start a session: {answer['error']}")
-            return answer["pid"], self._zygote, str(scratch)
-
-    def _reap(self, pid: int, zygote: subprocess.Popen, scratch: str) -> int:
-        """Kill a session, collect it and remove its files; its wait status (SIGKILL if unknown)."""
-        status = int(signal.SIGKILL)
-        with self._lock:
-            if zygote is self._zygote and not self._closed:
-                try:
-                    status = self._exchange({"kill": pid})["status"]
-                except OSError:                      # the zygote died, and its sessions with it
-                    pass
-        _remove(scratch)
-        return status
+            try:
+                return self._exchange([json.dumps(request).encode()], fds)
+            except OSError:
+                self._stop_zygote()
+                self._start_zygote()
+                return {}
 
 
 class SandboxSession:
-    """One runtime whose variables live from call to call. If it has to be killed, the next call starts a fresh one with the
-    same inputs; images keep being numbered after all that were shown so far."""
+    """One runtime whose variables live from call to call. If it had to be killed, the next call starts a fresh one with the
+    same inputs; shown images are numbered on after all that came before. One call at a time."""
 
     def __init__(self, pool: SandboxPool, images: list, videos: list[str]):
-        self._pool, self._images, self._videos = pool, images, videos
-        self._lock = threading.Lock()                # one call at a time
-        self.next_index = len(images)                # k of the next image_clue_k
-        self.layers: list[str] = []
-        self._process: tuple | None = None
-        self._closed = False
+        self.pool, self.images, self.videos = pool, images, videos
+        self.next_index = len(images)       # k of the next image_clue_k
         self._start()
-
-    def __enter__(self) -> SandboxSession:
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self.close()
+        pool.sessions.add(self)
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._stop()
-        self._pool._sessions.discard(self)
+        self._stop()
+        self.pool.sessions.discard(self)
 
     def run(self, code: str) -> ToolResult:
         """Run one piece of code. Whatever it does comes back as a ToolResult; SandboxError only if we cannot run it."""
-        with self._lock, self._pool._slots:
-            if self._closed:
+        with self.pool.slots:
+            if self not in self.pool.sessions and self.pool.sessions:
                 raise SandboxError("the session is closed")
-            if self._process is None:
+            if not self._pid:
                 self._start()
-            started = time.monotonic()
-            self._alarmed = False
+            started, limit = time.monotonic(), self.pool.settings["timeout_s"]
+            self._deadline, self._alarmed = started + limit, False
+            nonce, data = os.urandom(16), code.encode("utf-8", "replace")
             try:
-                status, text, images = self._call(code)
-            except (_Lost, OSError) as lost:
-                status, text, images = self._lost(str(lost))
+                os.kill(self._pid, signal.SIGCONT)
+                self._move(self._channel.send, REQUEST.pack(nonce, len(data)) + data)
+                failed, text, images = self._receive(nonce)
+                os.kill(self._pid, signal.SIGSTOP)    # threads that the code left behind get no CPU between turns
+                status = "timeout" if self._alarmed else "error" if failed else "ok"
+                text += f"\n[stopped after {limit:g} s; variables are kept]" * self._alarmed
+            except OSError as lost:         # gone, not yielding, or it sent something that is no reply
+                code = os.waitstatus_to_exitcode(self._stop())
+                how = str(lost) if not lost.errno else f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+                status, images = "timeout" if self._alarmed else "killed", []
+                text = f"[killed: no end after {limit:g} s. {LOST}]" if self._alarmed else f"[the runtime died: {how}. {LOST}]"
             self.next_index += len(images)
-            return ToolResult(status, text, images, time.monotonic() - started)
-
-    def _call(self, code: str) -> tuple[str, str, list[Image.Image]]:
-        nonce, data = os.urandom(16), code.encode("utf-8", "replace")
-        self._deadline = time.monotonic() + self._pool.timeout_s
-        os.kill(self._process[0], signal.SIGCONT)
-        self._send(worker.REQUEST.pack(nonce, len(data)) + data)
-        failed, text, images = self._receive(nonce)
-        os.kill(self._process[0], signal.SIGSTOP)    # threads the code left behind get no CPU between turns
-        if self._alarmed:
-            return "timeout", f"{text}\n[stopped after {self._pool.timeout_s:g} s; variables are kept]".lstrip(), images
-        return worker.STATUS[failed], text, images
-
-    def _lost(self, reason: str) -> tuple[str, str, list]:
-        wait_status = self._stop()
-        after = "All variables are lost: the next call starts afresh with the original inputs."
-        if self._alarmed:
-            return "timeout", f"[killed: no end after {self._pool.timeout_s:g} s. {after}]", []
-        how = os.waitstatus_to_exitcode(wait_status)
-        how = reason or (f"exit code {how}" if how >= 0 else signal.Signals(-how).name)
-        return "killed", f"[the runtime died: {how}. {after}]", []
+            return ToolResult(status, text.lstrip("\n"), images, time.monotonic() - started)
 
     def _start(self) -> None:
-        images = [load_image(image) for image in self._images]
-        nonce = os.urandom(16)
+        images, nonce = [load_image(image) for image in self.images], os.urandom(16)
         self._channel, theirs = socket.socketpair()
+        self._key = nonce.hex()
+        request = {"sizes": [image.size for image in images], "videos": self.videos, "index": self.next_index, "key": self._key}
         with theirs:
-            request = {"sizes": [image.size for image in images], "videos": self._videos, "index": self.next_index,
-                       "nonce": nonce.hex()}
-            self._process = self._pool._fork(request, theirs.fileno())
-        self._alarmed, self._deadline = True, time.monotonic() + START_S
+            self._pid = self.pool.ask(request, theirs.fileno()).get("pid", 0)
+        self._deadline, self._alarmed = time.monotonic() + START_S, True
         try:
             for image in images:
-                self._send(image.tobytes())
+                self._move(self._channel.send, image.tobytes())
             self.layers = self._receive(nonce)[1].split()
-            os.kill(self._process[0], signal.SIGSTOP)
-        except (_Lost, OSError) as error:
+            os.kill(self._pid, signal.SIGSTOP)
+        except OSError as error:
             self._stop()
-            raise SandboxError(f"a session did not start: {error or 'it died'}") from None
+            raise SandboxError(f"a session did not start: {error}") from None
 
     def _stop(self) -> int:
-        if self._process is None:
-            return 0
+        """Kill and reap the process, and remove its files; the wait status."""
         self._channel.close()
-        process, self._process = self._process, None
-        return self._pool._reap(*process)
+        pid, self._pid = self._pid, 0
+        return self.pool.ask({"kill": self._key}).get("status", signal.SIGKILL) if pid else 0
 
-    def _wait(self) -> None:
-        """Set the channel's timeout from the deadline; past it, first interrupt the code, then give up."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            if self._alarmed:
-                raise _Lost("it did not yield")
-            self._alarmed = True
-            self._deadline = time.monotonic() + GRACE_S
-            os.kill(self._process[0], signal.SIGALRM)
-            left = GRACE_S
-        self._channel.settimeout(left)
-
-    def _send(self, data: bytes) -> None:
+    def _move(self, move, data: bytes | bytearray) -> bytes | bytearray:
+        """Send or receive all of `data`. At the deadline interrupt the code, after the grace period give up."""
         view = memoryview(data)
         while view:
-            self._wait()
-            try:
-                view = view[self._channel.send(view):]
-            except TimeoutError:
-                pass
-
-    def _read(self, count: int) -> bytearray:
-        data = bytearray(count)
-        view = memoryview(data)
-        while view:
-            self._wait()
-            try:
-                received = self._channel.recv_into(view)
-            except TimeoutError:
-                continue
-            if received == 0:
-                raise _Lost("")
-            view = view[received:]
+            left = self._deadline - time.monotonic()
+            if left <= 0 and self._alarmed:
+                raise ConnectionError("it does not yield")
+            if left <= 0:
+                self._alarmed, self._deadline, left = True, time.monotonic() + GRACE_S, GRACE_S
+                os.kill(self._pid, signal.SIGALRM)
+            self._channel.settimeout(left)
+            with contextlib.suppress(TimeoutError):
+                count = move(view)
+                if count == 0:
+                    raise ConnectionResetError(errno.ECONNRESET, "it closed the channel")
+                view = view[count:]
         return data
 
-    def _receive(self, nonce: bytes) -> tuple[int, str, list[Image.Image]]:
-        """One reply. The sender is hostile: every number is checked before anything is allocated for it."""
-        pool = self._pool
-        echo, status, length, count = worker.REPLY.unpack(self._read(worker.REPLY.size))
-        most = pool.max_output_chars + MAX_ERROR_CHARS
-        if echo != nonce or status >= len(worker.STATUS) or length > 4 * most or count > pool.max_images:
-            raise _Lost("it wrote to the reply channel")
-        sizes = [worker.SIZE.unpack(self._read(worker.SIZE.size)) for _ in range(count)]
-        if any(size_problem(*size) or size[0] * size[1] > pool.max_pixels for size in sizes):
-            raise _Lost("it sent an image that is too large")
-        text = self._read(length).decode("utf-8", "replace").replace("\0", "\N{REPLACEMENT CHARACTER}")[:most]
-        images = [Image.frombytes("RGB", size, bytes(self._read(3 * size[0] * size[1]))) for size in sizes]
-        return status, text, images
+    def _receive(self, nonce: bytes) -> tuple[bool, str, list[Image.Image]]:
+        """One reply. Its sender may be hostile: every number is checked before anything is allocated for it."""
+        def read(count: int) -> bytearray:
+            return self._move(self._channel.recv_into, bytearray(count))
 
-
-PREFIX = "pyvision-mini-"
-
-
-def _remove(folder: str | Path) -> None:
-    """Remove what hostile code may have filled: `rm` follows no links and does not mind how deep it goes."""
-    try:
-        os.rmdir(folder)
-    except FileNotFoundError:
-        pass
-    except OSError:
-        subprocess.run(["rm", "-rf", "--", str(folder)], check=False, stderr=subprocess.DEVNULL)
-
-
-def _remove_stale_folders() -> None:
-    """Folders of runs that were killed together with their zygote: nobody holds their lock."""
-    for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
-        try:
-            fd = os.open(folder, os.O_RDONLY)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - os.fstat(fd).st_mtime > 60:
-                shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            pass
-        finally:
-            os.close(fd)
+        limits = self.pool.settings
+        echo, failed, length, count = REPLY.unpack(read(REPLY.size))
+        room = limits["max_output_chars"] + 2000    # for the error under the printed text
+        if echo != nonce or length > 4 * room or count > limits["max_images"]:
+            raise ConnectionError("it wrote to the reply channel")
+        sizes = [SIZE.unpack(read(SIZE.size)) for _ in range(count)]
+        if any(size_problem(w, h) or w * h > limits["max_pixels"] for w, h in sizes):
+            raise ConnectionError("it sent an image of a wrong size")
+        text = read(length).decode("utf-8", "replace").replace("\0", "\N{REPLACEMENT CHARACTER}")[:room]
+        return failed, text, [Image.frombytes("RGB", (w, h), bytes(read(3 * w * h))) for w, h in sizes]

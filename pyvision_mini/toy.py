@@ -43,6 +43,7 @@ class Needle:
     image: Image.Image   # mode P, 672×672
     color: str
     quadrant: str
+    center: tuple[float, float]
 
 
 def draw_needle(rng: np.random.Generator) -> Needle:
@@ -51,15 +52,17 @@ def draw_needle(rng: np.random.Generator) -> Needle:
     left, top = QUADRANTS[quadrant][:2]
     x, y = rng.uniform(RING + 4, HALF - RING - 4, size=2) + (left, top)
     pixels = rng.integers(0, 4, size=(SIZE, SIZE), dtype=np.uint8)         # palette entries 0..3: four greys
-    rows, columns = np.ogrid[:SIZE, :SIZE]
+    top, left = int(y) - RING - 1, int(x) - RING - 1
+    rows, columns = np.ogrid[top:top + 2 * RING + 3, left:left + 2 * RING + 3]
     distance = np.hypot(rows + 0.5 - y, columns + 0.5 - x)
-    pixels[distance < RING] = 4
-    pixels[distance < DOT] = 5
+    around = pixels[top:top + 2 * RING + 3, left:left + 2 * RING + 3]
+    around[distance < RING] = 4
+    around[distance < DOT] = 5
     rgb = COLORS[color]
     palette = [v for grey in (124, 127, 129, 132) for v in (grey,) * 3] + [256 - v for v in rgb] + list(rgb)
     image = Image.fromarray(pixels, mode="P")                              # a third of the memory of RGB
     image.putpalette(palette)
-    return Needle(image, color, quadrant)
+    return Needle(image, color, quadrant, (x, y))
 
 
 def image_problems(n: int, seed: int, split: str = "train") -> list[Problem]:
@@ -116,9 +119,13 @@ def teach(needle: Needle, rng: np.random.Generator, max_turns: int = 4) -> list[
     return [*steps, Step(f"<answer>\n\\boxed{{{answer}}}\n</answer>")]
 
 
-def crop_lesson(needle: Needle) -> tuple[Problem, list[Step]]:
-    """First lesson: the right crop is given, name its colour."""
-    crop = needle.image.crop(QUADRANTS[needle.quadrant])
+def crop_lesson(needle: Needle, rng: np.random.Generator, side: int = HALF) -> tuple[Problem, list[Step]]:
+    """First lesson: a crop that holds the dot is given, name its colour. Below HALF pixels the dot appears larger."""
+    box = QUADRANTS[needle.quadrant]
+    if side < HALF:
+        left, top = (int(c - rng.uniform(RING + 2, side - RING - 2)) for c in needle.center)
+        box = (left, top, left + side, top + side)
+    crop = to_rgb(needle.image).crop(box)
     return (Problem("lesson", IMAGE_QUESTION, needle.color, images=(crop,)),
             [Step(f"<answer>\n\\boxed{{{needle.color}}}\n</answer>")])
 
@@ -231,7 +238,7 @@ def crop_accuracy(policy: Policy, lessons: Lessons, n: int = 192, seed: int = 7)
     for needle in needles:
         trajs = []
         for color in COLORS:
-            problem, steps = crop_lesson(Needle(needle.image, needle.color, needle.quadrant))
+            problem, steps = crop_lesson(needle, np.random.default_rng(0))
             trajs.append(lessons.trajectory(problem, [Step(steps[0].text.replace(needle.color, color))]))
         pixels = policy.processor.image_processor(images=trajs[0].images, do_resize=False, return_tensors="pt")
         f = policy.model.get_image_features(pixels["pixel_values"], pixels["image_grid_thw"], return_dict=True)

@@ -5,17 +5,40 @@ Axes: B rows of a micro-batch, T padded tokens, N action tokens of the micro-bat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from math import isfinite, nan
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from pyvision_mini.grpo import entropy_from_logits, logprobs
-from pyvision_mini.policy import Policy, mrope_positions
-from pyvision_mini.trajectory import Trajectory
+from pyvision_mini import report
+from pyvision_mini.config import Config, UserError, save_config
+from pyvision_mini.data import ProblemStream
+from pyvision_mini.grpo import entropy_from_logits, group_advantages, logprobs, policy_loss
+from pyvision_mini.policy import Policy, load_policy, mrope_positions
+from pyvision_mini.reward import score
+from pyvision_mini.rollout import choose_attention, mix_seed, rollout
+from pyvision_mini.sandbox import SandboxPool
+from pyvision_mini.selection import Selection, collect
+from pyvision_mini.trajectory import Group, Problem, Trajectory
 
+# For ranks with fewer micro-batches than others: it costs nothing and changes nothing.
+SPARE = Trajectory(Problem("spare", "", ""), ids=[0, 0], action_mask=[0, 1], logps=[nan, 0.0])
 HEAD_CHUNK = 1024  # action tokens whose logits exist at once: 0.6 GB in fp32 at Qwen's 151,936 ids
 
 
@@ -85,3 +108,358 @@ class Scorer(nn.Module):
         logits_NV = self.lm_head(hidden_ND)
         entropy_N = entropy_from_logits(logits_NV.detach(), self.temperature, self.suppressed)
         return logprobs(logits_NV, ids_N, self.temperature, self.suppressed), entropy_N
+
+
+# --- the update -------------------------------------------------------------------------------------------------------
+
+
+def micro_batches(trajs: list[tuple[Trajectory, float]], budget: int) -> list[list[tuple[Trajectory, float]]]:
+    """(trajectory, advantage) pairs → lists of at most `budget` padded tokens, similar lengths together.
+
+    One trajectory over the budget makes a micro-batch of its own: nothing is cut.
+    """
+    batches: list[list[tuple[Trajectory, float]]] = []
+    for pair in sorted(trajs, key=lambda pair: -len(pair[0].ids)):
+        if batches and len(batches[-1][0][0].ids) * (len(batches[-1]) + 1) <= budget:
+            batches[-1].append(pair)
+        else:
+            batches.append([pair])
+    return batches
+
+
+@dataclass
+class UpdateResult:
+    """Sums over this step's optimizer steps, all ranks; means are taken by the reader."""
+
+    stats: Counter[str]              # tokens, clipped, kl, gap (trainer − sampler, absolute), entropy, loss, padded, ...
+    grad_norm: float                 # of the last optimizer step, before clipping
+    n_skipped: int                   # optimizer steps left out because the gradient was not finite
+
+
+def update(scorer: Scorer, optimizer: torch.optim.Optimizer, policy: Policy, groups: list[Group], cfg: Config,
+           ranks: Ranks, tick: Callable[[str, float], None] = lambda kind, n: None) -> UpdateResult:
+    """One pass over the kept groups: `updates_per_batch` optimizer steps, each with its own denominator over all ranks.
+
+    Every rank runs the same number of micro-batches; spare ones hold one sampled token of advantage 0.
+    """
+    parts = []
+    for i in range(cfg.updates_per_batch):
+        pairs = [(traj, float(adv)) for group in groups[i::cfg.updates_per_batch] for traj, adv in
+                 zip(group.trajectories, group_advantages([t.reward for t in group.trajectories], cfg.normalize_std))]
+        batches = micro_batches(pairs, cfg.micro_batch_tokens)
+        most = max(ranks.all_gather(len(batches)))
+        n_tokens = sum(ranks.all_gather(sum(sum(traj.action_mask) for traj, _ in pairs)))
+        parts.append((batches + [[(SPARE, 0.0)]] * (most - len(batches)), n_tokens))
+    scorer.train()
+    old: list[list[torch.Tensor | None]] = [[None] * len(batches) for batches, _ in parts]
+    if len(parts) > 1:                           # off-policy after the first part: the ratio needs the weights before it
+        with torch.no_grad():
+            old = [[scorer(collate(policy, [t for t, _ in batch]))[0] for batch in batches] for batches, _ in parts]
+    total: Counter[str] = Counter({"ratio_max": 0.0})
+    grad_norm, n_skipped = 0.0, 0
+    for (batches, n_tokens), old_logps in zip(parts, old):
+        if n_tokens == 0:                        # the same on every rank
+            continue
+        for pairs, old_logp in zip(batches, old_logps):
+            loss, stats = _micro_step(scorer, policy, pairs, old_logp, n_tokens, cfg)
+            (loss * ranks.world).backward()      # FSDP averages over ranks; the sum over tokens is what we want
+            if pairs[0][0].problem is not SPARE.problem:
+                total.update(stats)
+            tick("micro_batches", 1)
+        norm = nn.utils.clip_grad_norm_(scorer.parameters(), cfg.grad_clip)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if isfinite(grad_norm):                  # the norm is over all ranks, so all of them skip or none
+            optimizer.step()
+        else:
+            n_skipped += 1
+        optimizer.zero_grad()
+    summed: Counter[str] = Counter()
+    for stats in ranks.all_gather(dict(total)):
+        summed.update(stats)
+    summed["ratio_max"] = max(ranks.all_gather(total["ratio_max"]))
+    return UpdateResult(summed, grad_norm, n_skipped)
+
+
+def _micro_step(scorer: Scorer, policy: Policy, pairs: list[tuple[Trajectory, float]], old_logp: torch.Tensor | None,
+                n_tokens: int, cfg: Config) -> tuple[torch.Tensor, dict[str, float]]:
+    """Forward of one micro-batch → (its share of the step's loss, detached sums)."""
+    batch = collate(policy, [traj for traj, _ in pairs])
+    logp_BT, entropy_BT = scorer(batch)
+    adv_B = torch.tensor([adv for _, adv in pairs], device=logp_BT.device)
+    # On-policy the old log-probs are these very numbers: the ratio is exactly 1.
+    loss, stats = policy_loss(logp_BT, logp_BT.detach() if old_logp is None else old_logp, adv_B, batch.action_BT,
+                              n_tokens, cfg.clip_low, cfg.clip_high)
+    sampler_BT = torch.zeros_like(logp_BT)
+    for i, (traj, _) in enumerate(pairs):
+        sampler_BT[i, :len(traj.ids)] = torch.tensor(traj.logps).nan_to_num(0.0)
+    sums = {key: float(value) for key, value in stats.items() if key != "gap"}
+    sums["gap"] = float(((logp_BT.detach() - sampler_BT).abs() * batch.action_BT).sum())
+    sums |= {"loss": float(loss.detach()), "entropy": float(entropy_BT.sum()), "columns": float(batch.ids_BT.numel()),
+             "padding": float((batch.attention_BT == 0).sum())}
+    return loss, sums
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """This process among the processes torchrun started; one process without torchrun."""
+
+    def __init__(self):
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(self.device)
+        elif self.world > 1:                     # oversubscribed OpenMP threads are ten times slower
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.local_world))
+        self.sharded = self.world > 1 or cuda
+        if self.sharded:
+            alone = {} if self.world > 1 else dict(init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+            dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo", **alone)
+
+    def all_gather(self, value: object) -> list:
+        """Every rank's value, in rank order."""
+        if self.world == 1:
+            return [value]
+        values: list = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def close(self) -> None:
+        if self.sharded:
+            dist.destroy_process_group()
+
+
+class Stopped(Exception):
+    """Ctrl-C or SIGTERM: leave the step, save the state after the last whole one."""
+
+
+class StopSignal:
+    """Turns SIGINT and SIGTERM into a flag that all ranks agree on; a second one interrupts at once."""
+
+    def __init__(self):
+        self.signal: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._requested)
+
+    def _requested(self, number: int, frame) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+
+    def check(self) -> None:
+        if self.signal is not None:
+            raise Stopped
+
+
+# --- learner: weights, optimizer, checkpoints -------------------------------------------------------------------------
+
+
+class Learner:
+    """The policy that samples, the scorer that trains, and the optimizer.
+
+    On one CPU they share their weights. Otherwise the scorer is sharded by FSDP2 in fp32 (bf16 compute on GPUs), and
+    `policy` is a plain replica on each rank, refreshed after each update: generation needs no collectives then.
+    """
+
+    def __init__(self, cfg: Config, ranks: Ranks):
+        self.ranks, cuda = ranks, ranks.device.type == "cuda"
+        self.policy = load_policy(cfg.model or None, ranks.device, torch.bfloat16 if cuda else torch.float32)
+        trained = load_policy(cfg.model or None, ranks.device) if ranks.sharded else self.policy
+        self.scorer = Scorer(trained, cfg.temperature, cfg.gradient_checkpointing)
+        if ranks.sharded:
+            precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if cuda else MixedPrecisionPolicy()
+            for layer in self.scorer.language_model.layers:
+                fully_shard(layer, mp_policy=precision)
+            fully_shard(self.scorer, mp_policy=precision)
+        self.optimizer = torch.optim.AdamW(self.scorer.parameters(), lr=cfg.lr, betas=(0.9, 0.999),
+                                           weight_decay=cfg.weight_decay)
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Copy the trained weights into the replica that samples."""
+        if self.ranks.sharded:
+            replica = {"language_model": self.policy.model.model.language_model, "lm_head": self.policy.model.lm_head}
+            for name, param in self.scorer.named_parameters():
+                part, rest = name.split(".", 1)
+                replica[part].get_parameter(rest).copy_(param.full_tensor())
+
+    def save(self, folder: Path, position: dict, keep: int) -> None:
+        """Write a checkpoint beside its place and rename it: model/ in HF format, state/ sharded, position.json."""
+        partial, first = folder.with_suffix(".partial"), self.ranks.rank == 0
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self.ranks.all_gather(None)
+        model, optimizer = get_state_dict(self.scorer, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=partial / "state", no_dist=not self.ranks.sharded)
+        if first:
+            self.policy.model.save_pretrained(partial / "model")
+            self.policy.processor.save_pretrained(partial / "model")
+            (partial / "position.json").write_text(json.dumps(position))
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+            for old in checkpoints(folder.parent)[:-keep]:
+                shutil.rmtree(old)
+        self.ranks.all_gather(None)
+
+    def load(self, folder: Path) -> dict:
+        """Read a checkpoint into weights and optimizer, on any number of ranks → its position."""
+        model, optimizer = get_state_dict(self.scorer, self.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        dcp.load(state, checkpoint_id=folder / "state", no_dist=not self.ranks.sharded)
+        set_state_dict(self.scorer, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.sync()
+        return json.loads((folder / "position.json").read_text())
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first; what a killed run left half written does not count."""
+    return sorted(path for path in folder.glob("step-*") if (path / "position.json").is_file() and not path.suffix)
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def evaluate(policy: Policy, problems: list[Problem], cfg: Config, pool: SandboxPool, rank: int,
+             tick: Callable[[str, float], None]) -> list[dict]:
+    """One trajectory per problem at the evaluation temperature, the same draws each time → rows for the report."""
+    cfg = replace(cfg, temperature=cfg.eval_temperature)
+    groups = rollout(policy, problems, cfg, pool, seed=mix_seed(cfg.seed, rank), n_samples=1, tick=tick)
+    trajs = [traj for group in groups for traj in group.trajectories]
+    for traj in trajs:
+        score(traj, cfg)
+    return [report.trajectory_row(traj) for traj in trajs]
+
+
+def train(cfg: Config, name: str, problems: list[Problem], held_out: list[Problem], started: float) -> None:
+    """The whole run: evaluate, then per step sample → select → update → report, then evaluate. Called on every rank.
+
+    `started` is the time the process began, for first_step_seconds.
+    """
+    stop, ranks = StopSignal(), Ranks()
+    out = Path(ranks.all_gather(cfg.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")[0])
+    check_out(out, cfg.resume, ranks)
+    learner = Learner(cfg, ranks)
+    stream = ProblemStream(problems, cfg.seed, ranks.rank, ranks.world)
+    done = 0
+    if cfg.resume and (found := checkpoints(out / "checkpoints")):
+        position = learner.load(found[-1])
+        stream.load_state_dict(position["stream"])
+        done = position["step"]
+    workers = cfg.tool_workers or max(1, (os.cpu_count() or 1) // ranks.local_world)
+    with SandboxPool(workers=workers, timeout_s=cfg.tool_timeout_s, memory_mb=cfg.tool_memory_mb,
+                     mode=cfg.sandbox) as pool, report.Reporter(out, name, cfg, ranks.rank, started, done) as reporter:
+        reporter.start(learner.policy, choose_attention(learner.policy), pool, len(problems), len(held_out), ranks.world)
+        run = Run(cfg, learner, stream, held_out, pool, ranks, stop, reporter, out, done)
+        try:
+            run.loop()
+        except Stopped:
+            run.save()
+            reporter.line(f"stopped by {signal.Signals(stop.signal).name} after step {run.done}; "
+                          f"go on with --resume --out {out}")
+            raise SystemExit(128 + stop.signal) from None
+        finally:
+            ranks.close()
+
+
+def check_out(out: Path, resume: bool, ranks: Ranks) -> None:
+    """Create the output folder, or say that a run is in it."""
+    used = [n for n in ("config.json", "metrics.jsonl", "checkpoints") if (out / n).exists()]
+    if any(ranks.all_gather(bool(used) and not resume)):
+        raise UserError(f"--out {out}: holds a run already; add --resume to go on with it, or choose another folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be created: {error.strerror}") from None
+
+
+@dataclass
+class Run:
+    """What the step loop works on."""
+
+    cfg: Config
+    learner: Learner
+    stream: ProblemStream
+    held_out: list[Problem]
+    pool: SandboxPool
+    ranks: Ranks
+    stop: StopSignal
+    reporter: report.Reporter
+    out: Path
+    done: int                                    # finished steps
+    position: dict | None = None                 # of the data after the last finished step
+
+    def loop(self) -> None:
+        self.position = self.stream.state_dict()
+        if self.held_out and self.done == 0:
+            self.reporter.evaluated("before", self._evaluate())
+        while self.done < self.cfg.steps:
+            self.step()
+            last = self.done == self.cfg.steps
+            if self.held_out and (last or self.cfg.eval_every and self.done % self.cfg.eval_every == 0):
+                self.reporter.evaluated("after" if last else f"step {self.done}", self._evaluate())
+            if last or self.done % self.cfg.save_every == 0:
+                self.save()
+        self.reporter.finish(self.done)
+
+    def step(self) -> None:
+        """Sample until there is enough to learn from, update once, report."""
+        began = time.perf_counter()
+        with self.reporter.progress(f"step {self.done + 1}", self.stop.check) as bars:
+            selection = collect(lambda round_index: self._sample(round_index, bars), self.cfg, self._gather,
+                                self.ranks.rank)
+            sampled = time.perf_counter()
+            # Zero informative groups on all ranks: nothing to learn from, counted by the metrics as a skipped step.
+            result = update(self.learner.scorer, self.learner.optimizer, self.learner.policy, selection.kept, self.cfg,
+                            self.ranks, bars.tick)
+            updated = time.perf_counter()
+            self.learner.sync()
+        self.done, self.position = self.done + 1, self.stream.state_dict()
+        seconds = {"sample": sampled - began, "update": updated - sampled, "sync": time.perf_counter() - updated,
+                   "generate": bars.total["generate"], "sandbox": bars.total["sandbox"]}
+        rows = self.ranks.all_gather([report.trajectory_row(traj) for g in selection.sampled for traj in g.trajectories])
+        groups = self.ranks.all_gather(report.selection_row(selection))
+        skipped_rows = max(self.ranks.all_gather(len(self.stream.skipped)))
+        self.reporter.step(self.done, [row for part in rows for row in part], groups, result, seconds, skipped_rows)
+
+    def _sample(self, round_index: int, bars: report.Bars) -> list[Group]:
+        """This rank's groups of one round, rewards set. After a stop signal: none, and _gather ends the step."""
+        cfg, step = self.cfg, self.done
+        problems = self.stream.next_batch(cfg.problems_per_round)
+        bars.expect(len(problems) * cfg.group_size)
+        try:
+            groups = rollout(self.learner.policy, problems, cfg, self.pool,
+                             mix_seed(cfg.seed, step, round_index, self.ranks.rank), tick=bars.tick)
+        except Stopped:
+            return []
+        for group in groups:
+            for traj in group.trajectories:
+                score(traj, cfg)
+        return groups
+
+    def _gather(self, value: object) -> list:
+        """all_gather at which all ranks also learn of a stop signal, so that none waits for one that left."""
+        pairs = self.ranks.all_gather((value, self.stop.signal))
+        if signals := [number for _, number in pairs if number is not None]:
+            self.stop.signal = signals[0]
+            raise Stopped
+        return [value for value, _ in pairs]
+
+    def _evaluate(self) -> dict[str, float]:
+        mine = self.held_out[self.ranks.rank::self.ranks.world]
+        with self.reporter.progress("evaluate", self.stop.check) as bars:
+            bars.expect(len(mine))
+            try:
+                rows = evaluate(self.learner.policy, mine, self.cfg, self.pool, self.ranks.rank, bars.tick)
+            except Stopped:
+                rows = []
+            return report.evaluation([row for part in self._gather(rows) for row in part])
+
+    def save(self) -> None:
+        self.learner.save(self.out / "checkpoints" / f"step-{self.done:06d}",
+                          {"step": self.done, "stream": self.position, "config": asdict(self.cfg)},
+                          self.cfg.keep_checkpoints)
+        self.reporter.curves()

@@ -11,8 +11,6 @@ torch.set_num_threads(1)
 NAN, INF = float("nan"), float("inf")
 
 
-# Advantages.
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("reward", [0, 0.1, 1 / 3, 0.7, 0.9, 1.1])
 @pytest.mark.parametrize("size", [2, 3, 7, 8, 16])
@@ -25,8 +23,7 @@ def test_a_constant_group_has_advantages_of_exactly_zero(reward, size, dtype):
 def test_advantages_are_the_reward_minus_the_mean_and_are_not_divided_by_the_std():
     # mean 0.5; std would be 0.5, so dividing would double these
     assert group_advantages(torch.tensor([1.0, 0.0, 1.0, 0.0])).tolist() == [0.5, -0.5, 0.5, -0.5]
-    # mean 0.3
-    assert group_advantages([1.2, 0.0, 0.0, 0.0]).tolist() == pytest.approx([0.9, -0.3, -0.3, -0.3])
+    assert group_advantages([1.2, 0.0, 0.0, 0.0]).tolist() == pytest.approx([0.9, -0.3, -0.3, -0.3])  # mean 0.3
 
 
 def test_normalize_std_divides_by_the_population_std():
@@ -49,20 +46,10 @@ def test_groups_without_two_good_rewards_have_zero_advantages(rewards):
         assert group_advantages(torch.tensor(rewards), normalize_std).tolist() == [0.0] * len(rewards)
 
 
-# Log-probs.
-
-def known(probability: float, vocabulary: int = 4, token: int = 2) -> torch.Tensor:
-    """Logits [V] that give `token` the probability and share the rest."""
-    logits_V = torch.full((vocabulary,), math.log((1 - probability) / (vocabulary - 1)))
-    logits_V[token] = math.log(probability)
-    return logits_V
-
-
 def test_a_token_is_scored_by_the_logits_before_it():
-    ids_BT = torch.tensor([[0, 2, 1]])
-    logits_BTV = torch.stack([known(0.9), known(0.6), torch.full((4,), NAN)])[None]  # the last logits score nothing
-    #                                                         0.9 on id 2    0.4 shared by three, id 1 among them
-    assert token_logprobs(logits_BTV, ids_BT)[0].tolist() == pytest.approx([0.0, math.log(0.9), math.log(0.4 / 3)])
+    logits_BTV = torch.tensor([[[0.05, 0.05, 0.9], [0.3, 0.1, 0.6], [NAN] * 3]]).log()  # the last logits score nothing
+    logp_BT = token_logprobs(logits_BTV, torch.tensor([[0, 2, 1]]))
+    assert logp_BT[0].tolist() == pytest.approx([0.0, math.log(0.9), math.log(0.1)])
 
 
 def test_the_temperature_divides_the_logits_and_suppressed_ids_have_no_share():
@@ -74,10 +61,10 @@ def test_the_temperature_divides_the_logits_and_suppressed_ids_have_no_share():
 
 def test_the_entropy_is_that_of_the_sampling_distribution():
     logits_NV = torch.tensor([[0.0, 0.0, 9.0], [math.log(3.0), 0.0, 9.0]])
-    expect = [math.log(2), 0.75 * math.log(4 / 3) + 0.25 * math.log(4)]
-    assert entropy_from_logits(logits_NV, suppressed=[2]).tolist() == pytest.approx(expect)
+    half, warm = math.log(2), 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
     cold = 0.9 * math.log(10 / 9) + 0.1 * math.log(10)
-    assert entropy_from_logits(logits_NV, temperature=0.5, suppressed=[2])[1].item() == pytest.approx(cold)
+    assert entropy_from_logits(logits_NV, suppressed=[2]).tolist() == pytest.approx([half, warm])
+    assert entropy_from_logits(logits_NV, temperature=0.5, suppressed=[2]).tolist() == pytest.approx([half, cold])
 
 
 def test_half_precision_logits_are_normalised_in_fp32_and_never_give_a_positive_log_prob():
@@ -99,8 +86,6 @@ def test_suppressed_ids_leave_a_finite_gradient():
     assert logits_NV.grad.isfinite().all()
     assert logits_NV.grad[:, 3:].abs().sum() == 0
 
-
-# The loss.
 
 def test_the_first_update_has_ratio_one_and_a_plain_policy_gradient():
     logp_BT = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], requires_grad=True)
@@ -153,8 +138,7 @@ def batch():
     return logp_BT, logp_BT + 0.1 * torch.randn(8, 5, dtype=torch.float64), torch.randn(8), mask_BT
 
 
-@pytest.mark.parametrize("new, old", [(-1.0, -201.0), (-201.0, -1.0), (-INF, -1.0), (-1.0, -INF), (-INF, -INF), (NAN, -1.0),
-                                      (-1.0, NAN), (NAN, NAN)])
+@pytest.mark.parametrize("new, old", [(-1, -201), (-201, -1), (-INF, -1), (-1, -INF), (-INF, -INF), (NAN, -1), (NAN, NAN)])
 def test_what_stands_at_masked_positions_changes_neither_loss_nor_gradient(new, old):
     logp_BT, old_BT, adv_B, mask_BT = batch()
     clean = loss_and_gradient(logp_BT, old_BT, adv_B, mask_BT, 20)
@@ -173,12 +157,10 @@ def test_all_rows_masked_give_a_zero_loss_zero_gradients_and_finite_stats():
 
 
 def test_one_masked_row_among_eight_gives_the_loss_without_it():
-    logp_BT, old_BT, adv_B, mask_BT = batch()
-    mask_BT[3] = 0
-    rest = [0, 1, 2, 4, 5, 6, 7]
-    with_it, _, _ = loss_and_gradient(logp_BT, old_BT, adv_B, mask_BT, 20)
-    without, _, _ = loss_and_gradient(logp_BT[rest], old_BT[rest], adv_B[rest], mask_BT[rest], 20)
-    assert with_it == pytest.approx(without, rel=1e-12)
+    rows = batch()
+    rows[3][3] = 0                                               # the mask of row 3
+    without = [torch.cat([t[:3], t[4:]]) for t in rows]
+    assert loss_and_gradient(*rows, 20)[0] == pytest.approx(loss_and_gradient(*without, 20)[0], rel=1e-12)
 
 
 @pytest.mark.parametrize("split", [1, 2, 4])
