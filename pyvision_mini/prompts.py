@@ -63,10 +63,17 @@ TEMPLATES = {
         system="Look with Python, then answer.", image_hint="", video_hint="{videos}",
         observation=("<interpreter>\n", "</interpreter>"), printed=""),
 }
+# For baselines without a tool; also what the tiny policy's first lessons use.
+TEMPLATES["direct"] = Template("Answer at once.", "", "{videos}", ("", ""), "")
 # The authors' released weights saw <tool_response> and "Text Result:" around what a tool returned.
 TEMPLATES["released"] = Template(
     system=_PAPER_SYSTEM, image_hint=TEMPLATES["paper"].image_hint, video_hint=TEMPLATES["paper"].video_hint,
     observation=("<tool_response>\n", "</tool_response>"), printed="Text Result:\n")
+
+
+def describe_video(k: int, seconds: float, n_frames: int, fps: float, width: int, height: int) -> str:
+    """What the prompt says about a clip the model cannot see."""
+    return f"video_clue_{k}: {seconds:.1f} s, {n_frames} frames, {fps:.1f} fps, {width}x{height}"
 
 
 def prompt_segments(problem: Problem, template: Template, videos: str = "") -> list[str]:

@@ -10,6 +10,7 @@ CPU between sessions; or anything that `pool.layers` does not list. Run training
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -98,11 +99,11 @@ class SandboxPool(contextlib.AbstractContextManager):
             self._zygote = subprocess.Popen(
                 [sys.executable, "-I", "-B", Path(__file__).with_name("sandbox_worker.py"), settings], env={},
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True)
-        try:
-            self._exchange()
-        except OSError as error:
-            self._stop_zygote()
-            raise SandboxError(f"the sandbox did not start: {error}") from None
+        with contextlib.suppress(OSError):
+            if self._control.recv(4096):
+                return
+        self._stop_zygote()
+        raise SandboxError("the sandbox did not start")
 
     def _stop_zygote(self) -> None:
         self._control.close()               # it then kills its sessions, removes its folder and exits
@@ -112,22 +113,15 @@ class SandboxPool(contextlib.AbstractContextManager):
         self._zygote.wait()
         subprocess.run(["rm", "-rf", "--", self.folder], check=False)
 
-    def _exchange(self, *request) -> dict:
-        if request:
-            socket.send_fds(self._control, *request)
-        answer = self._control.recv(4096)
-        if not answer:
-            raise ConnectionError("its process ended")
-        return json.loads(answer)
-
     def ask(self, request: dict, *fds: int) -> dict:
-        """The zygote's answer. If it has died, so have its sessions; a new one is started."""
+        """The zygote's answer. If it has died, so have its sessions, and the answer is empty; a new one is started."""
         with self._lock:
             if self._closed:
                 raise SandboxError("the pool is closed")
             try:
-                return self._exchange([json.dumps(request).encode()], fds)
-            except OSError:
+                socket.send_fds(self._control, [json.dumps(request).encode()], fds)
+                return json.loads(self._control.recv(4096))
+            except (OSError, ValueError):
                 self._stop_zygote()
                 self._start_zygote()
                 return {}
@@ -139,18 +133,19 @@ class SandboxSession:
 
     def __init__(self, pool: SandboxPool, images: list, videos: list[str]):
         self.pool, self.images, self.videos = pool, images, videos
-        self.next_index = len(images)       # k of the next image_clue_k
+        self.next_index, self._pid, self._lock = len(images), 0, threading.Lock()    # k of the next image_clue_k
         self._start()
         pool.sessions.add(self)
 
     def close(self) -> None:
-        self._stop()
-        self.pool.sessions.discard(self)
+        with self._lock:
+            self._stop()
+            self.pool.sessions.discard(self)
 
     def run(self, code: str) -> ToolResult:
         """Run one piece of code. Whatever it does comes back as a ToolResult; SandboxError only if we cannot run it."""
-        with self.pool.slots:
-            if self not in self.pool.sessions and self.pool.sessions:
+        with self._lock, self.pool.slots:
+            if self not in self.pool.sessions:
                 raise SandboxError("the session is closed")
             if not self._pid:
                 self._start()
@@ -179,6 +174,8 @@ class SandboxSession:
         request = {"sizes": [image.size for image in images], "videos": self.videos, "index": self.next_index, "key": self._key}
         with theirs:
             self._pid = self.pool.ask(request, theirs.fileno()).get("pid", 0)
+        if not self._pid:
+            raise SandboxError("the zygote cannot fork a session")
         self._deadline, self._alarmed = time.monotonic() + START_S, True
         try:
             for image in images:
@@ -193,7 +190,7 @@ class SandboxSession:
         """Kill and reap the process, and remove its files; the wait status."""
         self._channel.close()
         pid, self._pid = self._pid, 0
-        return self.pool.ask({"kill": self._key}).get("status", signal.SIGKILL) if pid else 0
+        return self.pool.ask({"key": self._key}).get("status", signal.SIGKILL) if pid else 0
 
     def _move(self, move, data: bytes | bytearray) -> bytes | bytearray:
         """Send or receive all of `data`. At the deadline interrupt the code, after the grace period give up."""

@@ -3,7 +3,7 @@ forks one process per session; each locks itself down (LAYERS, in order) and run
 """
 
 import builtins, contextlib, ctypes, errno, gc, io, json, linecache, os, platform, random, resource, signal  # noqa: E401
-import socket, struct, sys, traceback, types, warnings  # noqa: E401
+import socket, struct, sys, traceback, warnings  # noqa: E401
 from pathlib import Path
 
 SETTINGS = json.loads(sys.argv[1])
@@ -19,26 +19,26 @@ from matplotlib.figure import Figure  # noqa: E402
 from PIL import Image  # noqa: E402
 from pyvision_mini.images import size_problem, to_rgb  # noqa: E402
 with contextlib.suppress(Exception):
-    import decord  # noqa: F401         without it a session that asks for a video gets an error
+    import decord  # noqa: F401       without it, a session that asks for a video gets an error
 sys.path.pop(0)
 
 REQUEST, REPLY, SIZE = map(struct.Struct, SETTINGS["frames"])
 SCRATCH = 64 << 20                  # bytes of the scratch folder (where no tmpfs can be mounted: of one file)
 RESERVE = 64 << 20                  # bytes of memory kept to build the reply of code that used up its own
-
+BUILTINS = dict(builtins.__dict__)
+LAYERS = ("oom_first", "tmpfs", "limits", "no_new_privs", "landlock", "own_uid", "parent_death", "seccomp")
 # System calls, "name x86_64 aarch64". All that are not here fail with EPERM.
 ALLOWED = """read 0 63, write 1 64, open 2 -, close 3 57, stat 4 -, fstat 5 80, lstat 6 -, poll 7 -, lseek 8 62, mmap 9 222,
 mprotect 10 226, munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, pread64 17 67,
 pwrite64 18 68, readv 19 65, writev 20 66, access 21 -, pipe 22 -, select 23 -, sched_yield 24 124, mremap 25 216, madvise 28 233,
-dup 32 23, dup2 33 -, nanosleep 35 101, getpid 39 172, exit 60 93, uname 63 160, flock 73 32, fsync 74 82, fdatasync 75 83,
-ftruncate 77 46, getcwd 79 17, chdir 80 49, fchdir 81 50, rename 82 -, mkdir 83 -, rmdir 84 -, link 86 -, unlink 87 -, symlink 88 -,
-readlink 89 -, umask 95 166, gettimeofday 96 169, getrusage 98 165, sysinfo 99 179, times 100 153, getuid 102 174, getgid 104 176,
-geteuid 107 175, getegid 108 177, getppid 110 173, sigaltstack 131 132, statfs 137 43, fstatfs 138 44, gettid 186 178,
-futex 202 98, sched_getaffinity 204 123, getdents64 217 61, restart_syscall 219 128, clock_gettime 228 113, clock_getres 229 114,
+dup 32 23, dup2 33 -, nanosleep 35 101, getpid 39 172, exit 60 93, uname 63 160, flock 73 32, fsync 74 82, ftruncate 77 46,
+getcwd 79 17, chdir 80 49, fchdir 81 50, rename 82 -, mkdir 83 -, rmdir 84 -, link 86 -, unlink 87 -, symlink 88 -, readlink 89 -,
+umask 95 166, gettimeofday 96 169, getrusage 98 165, sysinfo 99 179, times 100 153, getuid 102 174, getgid 104 176, geteuid 107 175,
+getegid 108 177, getppid 110 173, sigaltstack 131 132, statfs 137 43, fstatfs 138 44, gettid 186 178, futex 202 98,
+sched_getaffinity 204 123, getdents64 217 61, restart_syscall 219 128, clock_gettime 228 113, clock_getres 229 114,
 clock_nanosleep 230 115, exit_group 231 94, openat 257 56, mkdirat 258 34, newfstatat 262 79, unlinkat 263 35, renameat 264 38,
 linkat 265 37, symlinkat 266 36, readlinkat 267 78, faccessat 269 48, pselect6 270 72, ppoll 271 73, set_robust_list 273 99,
-fallocate 285 47, dup3 292 24, pipe2 293 59, renameat2 316 276, getrandom 318 278, statx 332 291, rseq 334 293,
-close_range 436 436, faccessat2 439 439"""
+fallocate 285 47, dup3 292 24, pipe2 293 59, renameat2 316 276, getrandom 318 278, statx 332 291, rseq 334 293, faccessat2 439 439"""
 # Answered with success but not done: Landlock does not cover them, and libraries expect them to work.
 IGNORED = """chmod 90 -, fchmod 91 52, utime 132 -, listxattr 194 11, llistxattr 195 12, flistxattr 196 13, utimes 235 -,
 fchmodat 268 53, utimensat 280 88, fchmodat2 452 452"""
@@ -74,77 +74,13 @@ def seccomp_filter() -> bytes:
 
 def libc(name: str, *args) -> int:
     """Call a C function; OSError if it fails, AttributeError where it does not exist."""
-    result = getattr(ctypes.CDLL(None, use_errno=True), name)(*args)
-    if result < 0:
+    if (result := getattr(ctypes.CDLL(None, use_errno=True), name)(*args)) < 0:
         raise OSError(ctypes.get_errno(), name)
     return result
 
 
-def landlock(spec: dict) -> None:
-    """Files: read Python, system libraries and this session's media; write the scratch folder; execute nothing."""
-    abi = libc("syscall", 444, None, ctypes.c_size_t(0), 1)
-    handled = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1
-    attributes = struct.pack("<QQQ", handled, 0b11, 0b11)              # files; TCP; abstract sockets and signals
-    ruleset = libc("syscall", 444, attributes, ctypes.c_size_t(8 if abi < 4 else 16 if abi < 6 else 24), 0)
-    rules = [(path, 0b1100) for path in READABLE + spec["videos"]] + [("/dev/null", 0b110), ("/dev/urandom", 0b100)]
-    rules.append((spec["scratch"], 0b0111_0001_1011_1110))             # all but execute, devices, sockets, fifos and ioctl
-    for path, rights in rules:
-        if os.path.exists(path):
-            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            rights &= handled if os.path.isdir(path) else 0b110
-            libc("syscall", 445, ruleset, 1, struct.pack("<Qi", rights, fd), 0)
-            os.close(fd)
-    libc("syscall", 446, ruleset, 0)
-    os.close(ruleset)
-
-
-def tmpfs(spec: dict) -> None:
-    """A scratch folder of bounded size that only this process sees. Ordinary users may mount in a user namespace."""
-    uid, gid = os.getuid(), os.getgid()
-    libc("unshare", 0x10020000 if uid else 0x20000)                    # CLONE_NEWUSER, CLONE_NEWNS
-    for name, line in (("uid_map", f"{uid} {uid} 1"), ("setgroups", "deny"), ("gid_map", f"{gid} {gid} 1")) if uid else ():
-        Path("/proc/self", name).write_text(line)
-    libc("mount", None, b"/", None, 0x44000, None)                     # MS_REC | MS_PRIVATE
-    options = f"size={SCRATCH},nr_inodes=8192,mode=0700".encode()
-    libc("mount", b"tmpfs", spec["scratch"].encode(), b"tmpfs", 14, options)    # nosuid, nodev, noexec
-
-
-def limits(spec: dict) -> None:
-    space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (SETTINGS["memory_mb"] << 20)
-    tasks = int(Path("/proc/loadavg").read_text().split()[3].split("/")[1])    # NPROC counts all tasks of a user
-    for name, soft, hard in (("AS", space, space + RESERVE), ("FSIZE", SCRATCH, SCRATCH), ("NOFILE", 256, 256), ("CORE", 0, 0),
-                             ("NPROC", *(2 * [tasks + 1024 if os.getuid() else 64]))):
-        kind = getattr(resource, f"RLIMIT_{name}")
-        ceiling = resource.getrlimit(kind)[1] % (1 << 64)              # infinity is -1
-        resource.setrlimit(kind, (min(soft, ceiling), min(hard, ceiling)))
-
-
-def own_uid(spec: dict) -> None:
-    """As root: become a user that nothing else has. Capabilities go, whoever we are, but as root with Landlock to bound it
-    CAP_DAC_READ_SEARCH stays, because Python and the media may lie below /root."""
-    uid, keep = 1_900_000_000 + os.getpid(), 0
-    try:
-        os.chown(spec["scratch"], uid, uid)
-        libc("prctl", 8, 1, 0, 0, 0)                                   # PR_SET_KEEPCAPS
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-        keep = 4 if ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) > 0 else 0
-    finally:
-        libc("capset", struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", keep, keep, 0, 0, 0, 0))
-
-
-LAYERS = {
-    "oom_first": lambda spec: Path("/proc/self/oom_score_adj").write_text("1000"),    # when memory runs out, not the trainer
-    "tmpfs": tmpfs, "limits": limits, "own_uid": own_uid,
-    "parent_death": lambda spec: libc("prctl", 1, int(signal.SIGKILL), 0, 0, 0),    # after setuid, which clears it
-    "no_new_privs": lambda spec: libc("prctl", 38, 1, 0, 0, 0), "landlock": landlock,
-    "seccomp": lambda spec: libc("prctl", 22, 2, struct.pack("@HP", len(FILTER) // 8, ctypes.addressof(FILTER)), 0, 0),
-} if sys.platform == "linux" else {}
-# A BaseException, so that `except Exception` in the code does not catch it.
-CallTimeout = type("TimeoutError", (BaseException,), {"__module__": "builtins"})
-namespace = {"__name__": "__main__", "np": np, "plt": plt, "Image": Image}
-state = types.SimpleNamespace(calls=0, running=False, next_index=0, shown=[], unopened={})    # of this session
+class CallTimeout(BaseException):
+    """Raised inside the code when its time is up. `except Exception` does not catch it."""
 
 
 class Output(io.StringIO):
@@ -158,125 +94,186 @@ class Output(io.StringIO):
         super().write(kept)
         return len(text)
 
-    def close(self) -> None: ...
 
+class Session:
+    """One process: first the layers it locks itself down with, then running code. Descriptor 3 is its channel."""
 
-def show_image(image: Image.Image, *_, **__) -> None:
-    """Give an image to the model: it leaves with the reply, and is the next image_clue_k here."""
-    if problem := size_problem(*image.size):
-        raise ValueError(problem)
-    if len(state.shown) >= SETTINGS["max_images"]:
-        raise ValueError(f"at most {SETTINGS['max_images']} images can be shown in one call")
-    namespace[f"image_clue_{state.next_index}"] = image = to_rgb(image)
-    state.next_index += 1
-    scale = (SETTINGS["max_pixels"] / (image.width * image.height)) ** 0.5
-    smaller = [max(1, int(side * scale)) for side in image.size]
-    state.shown.append(image.resize(smaller, reducing_gap=2.0) if scale < 1 else image.copy())
+    def __init__(self, fd: int, zygote: int, spec: dict):
+        self.spec, self.calls, self.next_index, self.held = spec, 0, spec["index"], []
+        self.shown: list[Image.Image] = []                             # in the current call
+        self.unopened = dict(enumerate(spec["videos"]))
+        null = os.open(os.devnull, os.O_RDWR)
+        for source, target in ((null, 0), (null, 1), (null, 2), (fd, 3)):
+            os.dup2(source, target)
+        os.closerange(4, 1024)
+        os.environ.update(HOME=spec["scratch"], TMPDIR=spec["scratch"])
+        for name in LAYERS if sys.platform == "linux" else ():
+            with contextlib.suppress(OSError, AttributeError, NameError, ValueError):    # not here: `pool.layers` says so
+                if name not in SETTINGS["without"]:
+                    getattr(self, name)()
+                    self.held.append(name)
+        if os.getppid() != zygote:
+            raise SystemExit
+        os.chdir(spec["scratch"])
+        self.memory = resource.getrlimit(resource.RLIMIT_AS)
+        self.namespace = {"__name__": "__main__", "np": np, "plt": plt, "Image": Image}
 
+    def oom_first(self) -> None:
+        """When memory runs out, the kernel takes this process and not the trainer."""
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
-def show_figure(figure: Figure, *_, **__) -> None:
-    Gcf.destroy_fig(figure)
-    width, height = (int(side) for side in figure.bbox.size)
-    if width * height > SETTINGS["max_pixels"]:
-        raise ValueError(f"the figure has {width}x{height} pixels, more than {SETTINGS['max_pixels']} in all")
-    canvas = figure.canvas if isinstance(figure.canvas, FigureCanvasAgg) else FigureCanvasAgg(figure)
-    canvas.draw()
-    show_image(Image.frombytes("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())))
+    def tmpfs(self) -> None:
+        """A scratch folder of bounded size that only this process sees. Ordinary users may mount in a user namespace."""
+        uid, gid = os.getuid(), os.getgid()
+        libc("unshare", 0x10020000 if uid else 0x20000)                # CLONE_NEWUSER, CLONE_NEWNS
+        for name, line in (("uid_map", f"{uid} {uid} 1"), ("setgroups", "deny"), ("gid_map", f"{gid} {gid} 1")) if uid else ():
+            Path("/proc/self", name).write_text(line)
+        libc("mount", None, b"/", None, 0x44000, None)                 # MS_REC | MS_PRIVATE
+        options = f"size={SCRATCH},nr_inodes=8192,mode=0700".encode()
+        libc("mount", b"tmpfs", self.spec["scratch"].encode(), b"tmpfs", 14, options)    # nosuid, nodev, noexec
 
+    def limits(self) -> None:
+        space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (SETTINGS["memory_mb"] << 20)
+        tasks = int(Path("/proc/loadavg").read_text().split()[3].split("/")[1]) + 1024    # NPROC counts all tasks of a user
+        for name, soft, hard in (("AS", space, space + RESERVE), ("FSIZE", SCRATCH, SCRATCH), ("CPU", 7200, 7200),
+                                 ("NPROC", *2 * [tasks if os.getuid() else 64]), ("NOFILE", 256, 256), ("CORE", 0, 0)):
+            kind = getattr(resource, f"RLIMIT_{name}")
+            ceiling = resource.getrlimit(kind)[1] % (1 << 64)          # infinity is -1
+            resource.setrlimit(kind, (min(soft, ceiling), min(hard, ceiling)))
 
-def show_figures(*_, **__) -> None:
-    for manager in Gcf.get_all_fig_managers():
-        show_figure(manager.canvas.figure)
+    def no_new_privs(self) -> None:
+        libc("prctl", 38, 1, 0, 0, 0)
 
+    def landlock(self) -> None:
+        """Files: read Python, system libraries and this session's media; write the scratch folder; execute nothing."""
+        abi = libc("syscall", 444, None, ctypes.c_size_t(0), 1)
+        handled = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1
+        attributes = struct.pack("<QQQ", handled, 0b11, 0b11)          # files; TCP; abstract sockets and signals
+        ruleset = libc("syscall", 444, attributes, ctypes.c_size_t(8 if abi < 4 else 16 if abi < 6 else 24), 0)
+        rules = [(path, 0b1100) for path in READABLE + self.spec["videos"]] + [("/dev/null", 0b110), ("/dev/urandom", 0b100)]
+        rules.append((self.spec["scratch"], 0b0111_0001_1011_1110))    # all but execute, devices, sockets, fifos and ioctl
+        for path, rights in rules:
+            if os.path.exists(path):
+                fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+                rights &= handled if os.path.isdir(path) else 0b110
+                libc("syscall", 445, ruleset, 1, struct.pack("<Qi", rights, fd), 0)
+                os.close(fd)
+        libc("syscall", 446, ruleset, 0)
+        os.close(ruleset)
 
-def crop(image: Image.Image, box=None, pil_crop=Image.Image.crop) -> Image.Image:
-    """PIL gives empty images, and black ones from outside; the model gets told instead."""
-    left, top, right, bottom = box or (0, 0, *image.size)
-    if not (max(left, 0) < min(right, image.width) and max(top, 0) < min(bottom, image.height)):
-        raise ValueError(f"crop box {tuple(box)} has nothing of the image of {image.width}x{image.height} pixels")
-    return pil_crop(image, box)
-
-
-def open_videos() -> None:
-    """Here and at first use: a reader that was open before the fork would hang."""
-    for i, path in list(state.unopened.items()):
+    def own_uid(self) -> None:
+        """As root: become a user that nothing else has. Capabilities go, whoever we are, but as root and with Landlock
+        to bound it CAP_DAC_READ_SEARCH stays, because Python and the media may lie below /root."""
+        uid, keep = 1_900_000_000 + os.getpid(), 0
         try:
-            import decord
-            namespace[f"video_clue_{i}"] = decord.VideoReader(path, num_threads=1)
-        except Exception as error:                                     # decord raises its own types, or ImportError
-            reason = " ".join(str(error).split())[:120]
-            raise ValueError(f"cannot read video_clue_{i} ({os.path.basename(path)[-100:]}): {reason}") from None
-        del state.unopened[i]
-
-
-def on_alarm(*_) -> None:
-    if state.running:
-        raise CallTimeout(f"the call took longer than {SETTINGS['timeout_s']:g} s")
-
-
-def describe(error: BaseException) -> str:
-    """The last lines of the model's code that the exception passed through, its type and its message."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith("<call ")]
-    where = "".join(f"line {frame.lineno}: {frame.line[:100]}\n" for frame in frames[-3:])
-    what = "".join(traceback.format_exception_only(error)).strip()
-    return where + (what if len(what) <= 400 else what[:400] + "...")
-
-
-def run(code: str, memory: tuple[int, int], restore_builtins=builtins.__dict__.update, saved=dict(builtins.__dict__)) -> tuple[bool, str]:
-    """One call → (did it fail, text). The images are in `state.shown`."""
-    state.calls += 1
-    name, error = f"<call {state.calls}>", None
-    linecache.cache[name] = (len(code), None, code.splitlines(True), name)
-    plt.show, Figure.show, Image.Image.show, Image.Image.crop = show_figures, show_figure, show_image, crop
-    output = sys.stdout = sys.stderr = Output()
-    signal.signal(signal.SIGALRM, on_alarm)
-    resource.setrlimit(resource.RLIMIT_AS, memory)
-    try:
-        try:
-            state.running = True
-            if "video_clue" in code:
-                open_videos()
-            exec(compile(code, name, "exec"), namespace)
+            os.chown(self.spec["scratch"], uid, uid)
+            libc("prctl", 8, 1, 0, 0, 0)                               # PR_SET_KEEPCAPS
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            keep = 4 if "landlock" in self.held else 0
         finally:
-            state.running = False
-            restore_builtins(saved)
-            resource.setrlimit(resource.RLIMIT_AS, (memory[1], memory[1]))
-    except BaseException as caught:                                    # whatever it is, the session goes on
-        error = caught
-    Gcf.destroy_all()
-    text = output.getvalue() + f"\n[{output.cut} more characters were cut]" * (output.cut > 0)
-    if error is not None:
-        text += "\n" * (not text.endswith("\n") and text != "") + describe(error)
-    return error is not None, text
+            libc("capset", struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", keep, keep, 0, 0, 0, 0))
 
+    def parent_death(self) -> None:
+        libc("prctl", 1, int(signal.SIGKILL), 0, 0, 0)                 # after setuid, which clears it
 
-def session(fd: int, zygote: int, spec: dict) -> None:
-    """The life of a session's process. Descriptor 3 is its channel, all others lead nowhere."""
-    null, held = os.open(os.devnull, os.O_RDWR), []
-    for source, target in ((null, 0), (null, 1), (null, 2), (fd, 3)):
-        os.dup2(source, target)
-    os.closerange(4, 1024)
-    os.environ.update(HOME=spec["scratch"], TMPDIR=spec["scratch"])
-    for name, layer in LAYERS.items():
-        with contextlib.suppress(OSError, AttributeError, NameError, ValueError):    # not on this system: `pool.layers` says so
-            if name not in SETTINGS["without"]:
-                layer(spec)
-                held.append(name)
-    os.chdir(spec["scratch"])
-    incoming, outgoing = open(3, "rb", closefd=False), open(3, "wb", closefd=False)
-    for i, (width, height) in enumerate(spec["sizes"]):
-        namespace[f"image_clue_{i}"] = Image.frombytes("RGB", (width, height), incoming.read(3 * width * height))
-    state.next_index, state.unopened = spec["index"], dict(enumerate(spec["videos"]))
-    nonce, failed, text, memory = bytes.fromhex(spec["nonce"]), False, " ".join(held), resource.getrlimit(resource.RLIMIT_AS)
-    while os.getppid() == zygote:
-        body = text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace")
-        outgoing.write(REPLY.pack(nonce, failed, len(body), len(state.shown)))
-        outgoing.writelines([SIZE.pack(*image.size) for image in state.shown] + [body])
-        outgoing.writelines(image.tobytes() for image in state.shown)
-        outgoing.flush()
-        state.shown.clear()
-        nonce, length = REQUEST.unpack(incoming.read(REQUEST.size))    # fails, and ends us, when the trainer has closed it
-        failed, text = run(incoming.read(length).decode(), memory)
+    def seccomp(self) -> None:
+        libc("prctl", 22, 2, struct.pack("@HP", len(FILTER) // 8, ctypes.addressof(FILTER)), 0, 0)
+
+    def show_image(self, image: Image.Image) -> None:
+        """Give an image to the model: it leaves with the reply, and is the next image_clue_k here."""
+        if problem := size_problem(*image.size):
+            raise ValueError(problem)
+        if len(self.shown) >= SETTINGS["max_images"]:
+            raise ValueError(f"at most {SETTINGS['max_images']} images can be shown in one call")
+        self.namespace[f"image_clue_{self.next_index}"] = image = to_rgb(image)
+        self.next_index += 1
+        scale = min(1, (SETTINGS["max_pixels"] / (image.width * image.height)) ** 0.5)
+        self.shown.append(image.resize([max(1, int(side * scale)) for side in image.size], reducing_gap=2.0))
+
+    def show_figure(self, figure: Figure) -> None:
+        Gcf.destroy_fig(figure)
+        width, height = (int(side) for side in figure.bbox.size)
+        if width * height > SETTINGS["max_pixels"]:
+            raise ValueError(f"the figure has {width}x{height} pixels, more than {SETTINGS['max_pixels']} in all")
+        canvas = figure.canvas if isinstance(figure.canvas, FigureCanvasAgg) else FigureCanvasAgg(figure)
+        canvas.draw()
+        self.show_image(Image.frombytes("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())))
+
+    def patch(self, pil_crop=Image.Image.crop) -> None:
+        """Every spelling of "show" leads here. Done before each call, because code may overwrite it."""
+        def crop(image, box=None):                                     # PIL: empty images, and black ones from outside
+            left, top, right, bottom = box or (0, 0, *image.size)
+            if not (max(left, 0) < min(right, image.width) and max(top, 0) < min(bottom, image.height)):
+                raise ValueError(f"crop box {tuple(box)} has nothing of the image of {image.width}x{image.height} pixels")
+            return pil_crop(image, box)
+
+        def show_all(*_, **__):
+            for manager in Gcf.get_all_fig_managers():
+                self.show_figure(manager.canvas.figure)
+
+        plt.show, Figure.show, Image.Image.crop = show_all, lambda figure, *_, **__: self.show_figure(figure), crop
+        Image.Image.show = lambda image, *_, **__: self.show_image(image)
+
+    def open_videos(self) -> None:
+        """Here and at first use: a reader that was open before the fork would hang."""
+        for i, path in list(self.unopened.items()):
+            try:
+                import decord
+                self.namespace[f"video_clue_{i}"] = decord.VideoReader(path, num_threads=1)
+            except Exception as error:                                 # decord raises its own types, or ImportError
+                reason = " ".join(str(error).split())[:120]
+                raise ValueError(f"cannot read video_clue_{i} ({os.path.basename(path)[-100:]}): {reason}") from None
+            del self.unopened[i]
+
+    def run(self, code: str) -> tuple[bool, str]:
+        """One call → (did it fail, text). The images are in `shown`."""
+        def on_alarm(*_):
+            raise CallTimeout(f"the call took longer than {SETTINGS['timeout_s']:g} s")
+
+        self.calls += 1
+        name, error = f"<call {self.calls}>", None
+        linecache.cache[name] = (len(code), None, code.splitlines(True), name)
+        output = sys.stdout = sys.stderr = Output()
+        resource.setrlimit(resource.RLIMIT_AS, self.memory)
+        self.patch()
+        try:
+            try:
+                signal.signal(signal.SIGALRM, on_alarm)
+                if "video_clue" in code:
+                    self.open_videos()
+                exec(compile(code, name, "exec"), self.namespace)
+            finally:
+                signal.signal(signal.SIGALRM, signal.SIG_IGN)
+                builtins.__dict__.update(BUILTINS)
+        except BaseException as caught:                                # whatever it is, the session goes on
+            error = caught
+        resource.setrlimit(resource.RLIMIT_AS, (self.memory[1], self.memory[1]))
+        Gcf.destroy_all()
+        text = output.getvalue() + f"\n[{output.cut} more characters were cut]" * (output.cut > 0)
+        if error is not None:                                          # the last lines of the code it passed through
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith("<call ")]
+            text += "\n" * (not text.endswith("\n") and text != "")
+            text += "".join(f"line {frame.lineno}: {(frame.line or '')[:100]}\n" for frame in frames[-3:])
+            text += "".join(traceback.format_exception_only(error)).strip()[:400]
+        return error is not None, text
+
+    def live(self) -> None:
+        """Say that it is ready, then answer calls until the trainer closes the channel: `unpack` fails and ends it."""
+        incoming, outgoing = open(3, "rb", closefd=False), open(3, "wb", closefd=False)
+        for i, (width, height) in enumerate(self.spec["sizes"]):
+            self.namespace[f"image_clue_{i}"] = Image.frombytes("RGB", (width, height), incoming.read(3 * width * height))
+        nonce, failed, text = bytes.fromhex(self.spec["key"]), False, " ".join(self.held)
+        while True:
+            body = text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace")
+            outgoing.write(REPLY.pack(nonce, failed, len(body), len(self.shown)))
+            outgoing.writelines([SIZE.pack(*image.size) for image in self.shown] + [body])
+            outgoing.writelines(image.tobytes() for image in self.shown)
+            outgoing.flush()
+            self.shown.clear()
+            nonce, length = REQUEST.unpack(incoming.read(REQUEST.size))
+            failed, text = self.run(incoming.read(length).decode())
 
 
 def serve(control: socket.socket) -> None:
@@ -289,25 +286,31 @@ def serve(control: socket.socket) -> None:
             if not message:
                 break                                                  # the trainer has closed it or died
             request, answer = json.loads(message), {}
-            if pid := pids.pop(request.get("kill"), 0):
+            request["scratch"] = scratch = os.path.join(SETTINGS["folder"], request["key"])
+            if pid := pids.pop(scratch, 0):                            # asked for a second time: end it
                 os.killpg(pid, signal.SIGKILL)
                 answer["status"] = os.waitpid(pid, 0)[1]
+                try:
+                    os.rmdir(scratch)
+                except OSError:                                        # it was not on a tmpfs; `rm` does not mind any depth
+                    os.spawnvp(os.P_WAIT, "rm", ["rm", "-rf", "--", scratch])
             for fd in fds:
                 with contextlib.suppress(OSError):                     # the machine is full: no pid in the answer
-                    pid = os.fork()
-                    if pid == 0:
+                    os.mkdir(scratch, 0o700)
+                    if (pid := os.fork()) == 0:
                         try:
-                            session(fd, zygote, request)
+                            Session(fd, zygote, request).live()
                         finally:
                             os._exit(1)
                     os.setpgid(pid, pid)                               # so that one signal kills what it may have forked
-                    pids[request["scratch"]] = answer["pid"] = pid
+                    pids[scratch] = answer["pid"] = pid
                 os.close(fd)
-            control.sendall(json.dumps(answer).encode() + b"\n")
+            control.sendall(json.dumps(answer).encode())
     for pid in pids.values():
         os.killpg(pid, signal.SIGKILL)
 
 
+CallTimeout.__module__, CallTimeout.__qualname__ = "builtins", "TimeoutError"    # how it reads in an error
 with contextlib.suppress(KeyError):                                    # no numbers for this machine
     FILTER = ctypes.create_string_buffer(seccomp_filter())
 warnings.simplefilter("ignore")
@@ -320,6 +323,6 @@ np.random.seed(0)
 gc.freeze()                                                            # the collector must not copy shared pages
 channel = socket.socket(fileno=SETTINGS["control"])
 channel.settimeout(1)                                                  # to see now and then whether the trainer lives
-channel.sendall(b"{}\n")
+channel.sendall(b"{}")
 serve(channel)
 os.execvp("rm", ["rm", "-rf", "--", SETTINGS["folder"]])

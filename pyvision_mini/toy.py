@@ -1,17 +1,24 @@
-"""The embedded task and its tiny policy: generated problems, a mediocre scripted teacher, the cold-start recipe.
+"""The embedded tasks and their tiny policy: generated problems, a mediocre scripted teacher, the cold-start recipe.
 
-Needle search, like V* in small: a 672-pixel image holds one dot whose colour is asked for. A ring of the complementary
-colour around the dot makes it vanish when the image is shrunk to what the model sees (112 pixels, 16 tokens); in a crop
-of one quadrant it shows. So the policy has to look, and may need up to four looks.
+Image: needle search, like V* in small. A 672-pixel image holds one dot whose colour is asked for. A ring of the
+complementary colour makes the dot vanish when the image is shrunk to what the model sees (112 pixels, 16 tokens); in a
+crop of one quadrant it shows. So the policy has to look, and may need up to four looks.
+Video: a short clip of which the prompt shows nothing. Either the dot shows in one quarter of the frames and the question
+is in which, or its colour changes every quarter and the question names a second.
 
-`python -m pyvision_mini.toy` trains the shipped checkpoint from scratch: pyvision_mini/assets.
+`python -m pyvision_mini.toy` trains the shipped checkpoint from scratch into pyvision_mini/assets.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import tempfile
 import time
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -22,57 +29,141 @@ from tqdm import tqdm
 from pyvision_mini.config import Config
 from pyvision_mini.images import to_rgb
 from pyvision_mini.policy import EMBEDDED, Policy, fit_image, load_policy
-from pyvision_mini.prompts import IM_END, TEMPLATES, observation_segments, prompt_segments
+from pyvision_mini.prompts import IM_END, TEMPLATES, Template, describe_video, observation_segments, prompt_segments
 from pyvision_mini.sandbox import SandboxPool
+from pyvision_mini.trainer import Scorer, collate, micro_batches
 from pyvision_mini.trajectory import Problem, Trajectory
-from pyvision_mini.trainer import Scorer, collate
 
-SPLITS = {"train": 0, "val": 1, "test": 2}
+SPLITS = {"train": 0, "val": 1, "test": 2, "lessons": 3}
 COLORS = {"red": (228, 28, 28), "green": (28, 228, 28), "blue": (28, 28, 228),
           "cyan": (28, 228, 228), "magenta": (228, 28, 228), "yellow": (228, 228, 28)}
-SIZE, HALF, DOT, RING = 672, 336, 12, 17
+QUARTERS = ["first", "second", "third", "fourth"]
+SIZE, HALF, DOT, RING = 672, 336, 12, 17         # pixels of the image, its quadrants, the dot's and the ring's radius
 QUADRANTS = {"top left": (0, 0, HALF, HALF), "top right": (HALF, 0, SIZE, HALF),
              "bottom left": (0, HALF, HALF, SIZE), "bottom right": (HALF, HALF, SIZE, SIZE)}
-IMAGE_QUESTION = "What color is the dot?"
+FRAME, SHRINK = 224, 1.5                         # a clip's frame shows the dot as a quadrant does: 336 / 224
 
 
 @dataclass
-class Needle:
-    """One drawn image with what the teacher knows about it."""
+class Place:
+    """Somewhere the teacher can look: the code, what it shows, and whether that tells the answer."""
 
-    image: Image.Image   # mode P, 672×672
-    color: str
-    quadrant: str
-    center: tuple[float, float]
+    name: str
+    code: str
+    shown: Image.Image
+    tells: bool
 
 
-def draw_needle(rng: np.random.Generator) -> Needle:
-    """A grey image with a little noise and one ringed dot, wholly inside one quadrant."""
-    color, quadrant = str(rng.choice(list(COLORS))), str(rng.choice(list(QUADRANTS)))
-    left, top = QUADRANTS[quadrant][:2]
-    x, y = rng.uniform(RING + 4, HALF - RING - 4, size=2) + (left, top)
-    pixels = rng.integers(0, 4, size=(SIZE, SIZE), dtype=np.uint8)         # palette entries 0..3: four greys
-    top, left = int(y) - RING - 1, int(x) - RING - 1
-    rows, columns = np.ogrid[top:top + 2 * RING + 3, left:left + 2 * RING + 3]
+@dataclass
+class Scene:
+    """A problem with what the teacher knows about it."""
+
+    problem: Problem
+    places: list[Place]
+    guesses: list[str]
+    wrong: list[str]                             # code with a mistake
+    no_op: list[Place] = field(default_factory=list)
+    about: str = ""                              # what the prompt says about a clip
+    direct: list[Image.Image] = field(default_factory=list)  # for a prompt that shows pictures and allows no code
+
+
+def _draw(rng: np.random.Generator, size: int, scale: float, dots: list[str | None], corner: tuple[int, int],
+          side: int) -> list[Image.Image]:
+    """Grey images that share their noise, one per entry of `dots`: a ringed dot of that colour, or none, at one place."""
+    radius, ring = DOT / scale, RING / scale
+    noise = rng.integers(0, 4, size=(size, size), dtype=np.uint8)          # palette entries 0..3: four greys
+    x, y = rng.uniform(ring + 4, side - ring - 4, size=2) + corner
+    rows, columns = np.ogrid[int(y - ring):int(y + ring) + 2, int(x - ring):int(x + ring) + 2]
     distance = np.hypot(rows + 0.5 - y, columns + 0.5 - x)
-    around = pixels[top:top + 2 * RING + 3, left:left + 2 * RING + 3]
-    around[distance < RING] = 4
-    around[distance < DOT] = 5
-    rgb = COLORS[color]
-    palette = [v for grey in (124, 127, 129, 132) for v in (grey,) * 3] + [256 - v for v in rgb] + list(rgb)
-    image = Image.fromarray(pixels, mode="P")                              # a third of the memory of RGB
-    image.putpalette(palette)
-    return Needle(image, color, quadrant, (x, y))
+    images = []
+    for dot in dots:
+        pixels = noise.copy()
+        rgb = COLORS.get(dot, (128, 128, 128))
+        if dot:
+            around = pixels[int(y - ring):int(y + ring) + 2, int(x - ring):int(x + ring) + 2]
+            around[distance < ring], around[distance < radius] = 4, 5
+        image = Image.fromarray(pixels, mode="P")                          # a third of the memory of RGB
+        image.putpalette([v for grey in (124, 127, 129, 132) for v in (grey,) * 3] + [256 - v for v in rgb] + list(rgb))
+        image.info["center"] = (x, y)
+        images.append(image)
+    return images
+
+
+def image_scene(rng: np.random.Generator, name: str = "") -> Scene:
+    """One needle image; the dot lies wholly inside one quadrant."""
+    color, quadrant = str(rng.choice(list(COLORS))), str(rng.choice(list(QUADRANTS)))
+    image, = _draw(rng, SIZE, 1.0, [color], QUADRANTS[quadrant][:2], HALF)
+    problem = Problem(name, "What color is the dot?", color, images=(image,), source="needle")
+    places = [Place(q, f"image_clue_0.crop({box}).show()", image.crop(box), q == quadrant) for q, box in QUADRANTS.items()]
+    wrong = [code for box in QUADRANTS.values() for code in (f"image_clue_0.crop{box}.show()", f"image.crop({box}).show()")]
+    return Scene(problem, places, list(COLORS), wrong, [Place("image", "image_clue_0.show()", image, False)])
+
+
+def video_scene(rng: np.random.Generator, name: str, folder: Path) -> Scene:
+    """One clip (16 to 64 frames, 8 to 30 a second, a third of them with a variable frame rate), written once to `folder`."""
+    n, fps = int(rng.integers(4, 17)) * 4, float(rng.uniform(8, 30))
+    steps = np.full(n, 1000 / fps) * (rng.uniform(0.3, 1.7, size=n) if rng.random() < 1 / 3 else 1)
+    starts = np.concatenate([[0], steps.cumsum()[:-1]]).round().astype(int)  # milliseconds
+    when, target = rng.random() < 0.5, int(rng.integers(4))
+    colors = [str(c) for c in rng.permutation(list(COLORS))[:4]]
+    dots = colors if when else [colors[0] if k == target else None for k in range(4)]
+    frames = [to_rgb(image) for image in _draw(rng, FRAME, SHRINK, dots, (0, 0), FRAME)]
+    path = folder / f"{hashlib.sha1(name.encode()).hexdigest()[:16]}.mp4"  # a name that says nothing
+    if not path.is_file():
+        _write_clip(path, [frames[4 * i // n] for i in range(n)], starts)
+    middle = [n * (2 * k + 1) // 8 for k in range(4)]
+    if when:
+        seconds = [f"{starts[i] / 1000 + 0.02:.2f}" for i in middle]
+        question, answer, guesses = f"What color is the dot at second {seconds[target]}?", dots[target], list(COLORS)
+        codes = [f"frame_at(video_clue_0, {second}).show()" for second in seconds]
+        wrong = [f"video_clue_0.frame_at({second}).show()" for second in seconds]
+    else:
+        question, answer, guesses = "In which quarter of the video is the dot?", QUARTERS[target], QUARTERS
+        codes = [f"Image.fromarray(video_clue_0[len(video_clue_0) * {2 * k + 1} // 8].asnumpy()).show()" for k in range(4)]
+        wrong = [f"video_clue_0[len(video_clue_0) * {2 * k + 1} // 8].show()" for k in range(4)]
+    places = [Place(f"{QUARTERS[k]} quarter", codes[k], frames[k], k == target) for k in range(4)]
+    average = n / ((starts[-1] + steps[-1]) / 1000)
+    return Scene(Problem(name, question, answer, videos=(path,), source="when" if when else "quarter"), places, guesses,
+                 wrong, about=describe_video(0, n / average, n, average, FRAME, FRAME), direct=frames)
+
+
+def _write_clip(path: Path, frames: list[Image.Image], starts: np.ndarray) -> None:
+    """H.264 with a time stamp per frame; complete under its name at once, also when several ranks write it."""
+    import av
+
+    partial = path.with_suffix(f".{os.getpid()}.mp4")
+    with av.open(str(partial), "w") as container:
+        stream = container.add_stream("libx264", rate=30, options={"crf": "18", "preset": "ultrafast"})
+        stream.width, stream.height, stream.pix_fmt = *frames[0].size, "yuv420p"
+        stream.codec_context.time_base = stream.time_base = milliseconds = Fraction(1, 1000)
+        for image, start in zip(frames, starts):
+            frame = av.VideoFrame.from_image(image)
+            frame.pts, frame.time_base = int(start), milliseconds
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    partial.replace(path)
+
+
+def _rng(split: str, seed: int, i: int) -> np.random.Generator:
+    return np.random.default_rng([SPLITS[split], seed, i])   # no two splits share a stream
 
 
 def image_problems(n: int, seed: int, split: str = "train") -> list[Problem]:
-    """n problems, the same for the same (seed, split); no two splits share a seed."""
-    problems = []
-    for i in range(n):
-        needle = draw_needle(np.random.default_rng([SPLITS[split], seed, i]))
-        problems.append(Problem(f"needle-{split}-{seed}-{i}", IMAGE_QUESTION, needle.color, images=(needle.image,),
-                                source="needle"))
-    return problems
+    """n problems, the same for the same (seed, split)."""
+    return [image_scene(_rng(split, seed, i), f"needle-{split}-{seed}-{i}").problem for i in range(n)]
+
+
+def video_problems(n: int, seed: int, split: str = "train") -> list[Problem]:
+    """n problems, the same for the same (seed, split); their clips are kept in the temporary folder."""
+    folder = clip_folder()
+    return [video_scene(_rng(split, seed, i), f"clip-{split}-{seed}-{i}", folder).problem for i in tqdm(
+        range(n), desc="clips", leave=False)]
+
+
+def clip_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"pyvision_mini_clips_{os.getuid()}"
+    folder.mkdir(mode=0o755, exist_ok=True)
+    return folder
 
 
 # --- the teacher ------------------------------------------------------------------------------------------------------
@@ -80,54 +171,57 @@ def image_problems(n: int, seed: int, split: str = "train") -> list[Problem]:
 
 @dataclass
 class Step:
-    """One teacher turn. `code` None: the answer. `shows`: the part of the image the code shows, None: it fails."""
+    """One teacher turn; `code` None: the answer. `shown` None: the code fails."""
 
     text: str
     code: str | None = None
-    shows: tuple[int, int, int, int] | None = None
+    shown: Image.Image | None = None
 
 
-def _look(say: str, code: str, shows: tuple[int, int, int, int] | None = None) -> Step:
-    return Step(f"{say}\n<code>\n```python\n{code}\n```\n</code>", code, shows)
-
-
-def teach(needle: Needle, rng: np.random.Generator, max_turns: int = 4) -> list[Step]:
-    """A deliberately mediocre search: guesses early, repeats itself, shows the whole image, writes wrong code.
+def teach(scene: Scene, rng: np.random.Generator, max_turns: int = 4) -> list[Step]:
+    """A deliberately mediocre search: guesses early, repeats itself, shows what it has seen, writes wrong code.
 
     RL has to unlearn the guessing, the repeats and the errors; nothing it needs is missing.
     """
-    steps, looked, found = [], [], False
-    for _ in range(max_turns):
-        if found or rng.random() < 0.15:
-            break
-        name = str(rng.choice([q for q in QUADRANTS if q not in looked] or list(QUADRANTS)))
-        draw = rng.random()
-        if looked and draw < 0.20:
-            name = str(rng.choice(looked))
-        if 0.20 <= draw < 0.30:
-            steps.append(_look("Look at the image.", "image_clue_0.show()", (0, 0, SIZE, SIZE)))
-            continue
-        box = str(QUADRANTS[name])
-        if 0.30 <= draw < 0.45:
-            wrong = f"image_clue_0.crop{box}.show()" if rng.random() < 0.5 else f"image.crop({box}).show()"
-            steps.append(_look(f"Look at the {name}.", wrong))
-            continue
-        steps.append(_look(f"Look at the {name}.", f"image_clue_0.crop({box}).show()", QUADRANTS[name]))
-        looked.append(name)
-        found = name == needle.quadrant and rng.random() < 0.95
-    answer = needle.color if needle.quadrant in looked and rng.random() < 0.97 else str(rng.choice(list(COLORS)))
-    return [*steps, Step(f"<answer>\n\\boxed{{{answer}}}\n</answer>")]
+    steps: list[Step] = []
+    looked: list[Place] = []
+    while len(steps) < max_turns and rng.random() > 0.15:
+        new = [place for place in scene.places if place not in looked] or scene.places
+        place, draw = new[rng.integers(len(new))], rng.random()
+        code, shown = place.code, place.shown
+        if draw < 0.15:
+            code, shown = scene.wrong[rng.integers(len(scene.wrong))], None
+        elif draw < 0.25 and scene.no_op:
+            place = scene.no_op[0]
+            code, shown = place.code, place.shown
+        elif draw < 0.45 and looked:
+            place = looked[rng.integers(len(looked))]
+            code, shown = place.code, place.shown
+        steps.append(Step(f"Look at the {place.name}.\n<code>\n```python\n{code}\n```\n</code>", code, shown))
+        if shown is not None and place in scene.places:
+            looked.append(place)
+            if place.tells and rng.random() < 0.95:
+                break
+    knows = any(place.tells for place in looked) and rng.random() < 0.97
+    return [*steps, answer_step(scene.problem.answer if knows else str(rng.choice(scene.guesses)))]
 
 
-def crop_lesson(needle: Needle, rng: np.random.Generator, side: int = HALF) -> tuple[Problem, list[Step]]:
-    """First lesson: a crop that holds the dot is given, name its colour. Below HALF pixels the dot appears larger."""
-    box = QUADRANTS[needle.quadrant]
-    if side < HALF:
-        left, top = (int(c - rng.uniform(RING + 2, side - RING - 2)) for c in needle.center)
-        box = (left, top, left + side, top + side)
-    crop = to_rgb(needle.image).crop(box)
-    return (Problem("lesson", IMAGE_QUESTION, needle.color, images=(crop,)),
-            [Step(f"<answer>\n\\boxed{{{needle.color}}}\n</answer>")])
+def answer_step(answer: str) -> Step:
+    return Step(f"<answer>\n\\boxed{{{answer}}}\n</answer>")
+
+
+def direct_lesson(scene: Scene, rng: np.random.Generator, side: int = HALF) -> tuple[Problem, list[Step]]:
+    """First lesson: the right picture is given, answer at once. In crops below HALF pixels the dot appears larger."""
+    problem = scene.problem
+    if problem.images:
+        shown = next(place.shown for place in scene.places if place.tells)
+        if side < HALF:
+            left, top = (int(c - rng.uniform(RING + 2, side - RING - 2)) for c in problem.images[0].info["center"])
+            shown = problem.images[0].crop((left, top, left + side, top + side))
+        images = [shown]
+    else:
+        images = scene.direct
+    return Problem("direct", problem.question, problem.answer, images=tuple(images)), [answer_step(problem.answer)]
 
 
 # --- the tiny model ---------------------------------------------------------------------------------------------------
@@ -187,61 +281,115 @@ def build_policy(corpus: list[str], folder: Path, seed: int = 0, vocab_size: int
 class Lessons:
     """Teacher conversations as trajectories whose action mask is what the teacher wrote."""
 
-    def __init__(self, policy: Policy, pool: SandboxPool | None, cfg: Config):
-        self.policy, self.cfg, self.pool = policy, cfg, pool
-        self.template = TEMPLATES[cfg.template]
-        self.errors: dict[str, str] = {}         # wrong code → what the real sandbox answers
+    def __init__(self, policy: Policy, errors: dict[str, str], cfg: Config = Config()):
+        self.policy, self.errors, self.cfg = policy, errors, cfg
 
-    def trajectory(self, problem: Problem, steps: list[Step]) -> Trajectory:
-        image = to_rgb(problem.images[0])
-        traj = Trajectory(problem)
-        self._observe(traj, prompt_segments(problem, self.template), [image])
+    def trajectory(self, problem: Problem, steps: list[Step], about: str = "", template: str = "short") -> Trajectory:
+        traj, texts = Trajectory(problem), TEMPLATES[template]
+        self._observe(traj, prompt_segments(problem, texts, about), list(problem.images))
         for step in steps:
             ids = self.policy.encode([step.text] if step.code else [step.text, IM_END])
             traj.extend(ids, trained=True, logps=[0.0] * len(ids))
             if step.code:
-                shown = [image.crop(step.shows)] if step.shows else []
-                text = "" if step.shows else self._error(step.code, image)
-                self._observe(traj, observation_segments(text, len(traj.images), len(shown), self.template, False), shown)
+                shown, text = ([step.shown], "") if step.shown else ([], self.errors[step.code])
+                self._observe(traj, observation_segments(text, len(traj.images), len(shown), texts, False), shown)
         return traj
 
     def _observe(self, traj: Trajectory, segments: list[str], images: list[Image.Image]) -> None:
-        images = [fit_image(image, self.cfg.min_pixels, self.cfg.max_pixels) for image in images]
+        images = [fit_image(to_rgb(image), self.cfg.min_pixels, self.cfg.max_pixels) for image in images]
         grids = [(1, image.height // 14, image.width // 14) for image in images]
         traj.extend(self.policy.encode(segments, grids), trained=False)
         traj.images += images
         traj.grids += grids
 
-    def _error(self, code: str, image: Image.Image) -> str:
-        if code not in self.errors:
-            session = self.pool.open(images=[image])
-            self.errors[code] = session.run(code).text
-            session.close()
-        return self.errors[code]
+    def backward(self, scorer: Scorer, trajs: list[Trajectory]) -> float:
+        """Gradients of the mean negative log-prob of the teacher's tokens, the vision tower's too → the mean."""
+        total, n_tokens = 0.0, sum(sum(traj.action_mask) for traj in trajs)
+        for pairs in micro_batches([(traj, 0.0) for traj in trajs], budget=8192):
+            trajs = [traj for traj, _ in pairs]
+            images = [image for traj in trajs for image in traj.images]
+            features = torch.zeros(0, 128)
+            if images:
+                pixels = self.policy.processor.image_processor(images=images, do_resize=False, return_tensors="pt")
+                features = torch.cat(self.policy.model.get_image_features(
+                    pixels["pixel_values"], pixels["image_grid_thw"], return_dict=True).pooler_output)
+            loss = -scorer(collate(self.policy, trajs, features))[0].sum() / n_tokens
+            loss.backward()
+            total += loss.item()
+        return total
 
 
-def _loss(policy: Policy, scorer: Scorer, trajs: list[Trajectory]) -> torch.Tensor:
-    """Mean negative log-prob of the teacher's tokens, with gradients into the vision tower."""
-    images = [image for traj in trajs for image in traj.images]
-    pixels = policy.processor.image_processor(images=images, do_resize=False, return_tensors="pt")
-    features = policy.model.get_image_features(pixels["pixel_values"], pixels["image_grid_thw"], return_dict=True)
-    batch = collate(policy, trajs, torch.cat(features.pooler_output))
-    logp_BT, _ = scorer(batch)
-    return -logp_BT.sum() / batch.action_BT.sum()
+class Errors(dict):
+    """Wrong code → what the real sandbox answers to it, asked once."""
+
+    def __init__(self, pool: SandboxPool, scenes: list[Scene]):
+        for scene in scenes:
+            new = [code for code in scene.wrong if code not in self]
+            if new:
+                with closing(pool.open(images=scene.problem.images, videos=scene.problem.videos)) as session:
+                    self.update((code, session.run(code).text) for code in new)
+
+
+def main() -> None:
+    """Train the cold start: first pictures → answers at once, then whole teacher trajectories."""
+    started, rng = time.time(), np.random.default_rng(0)
+    torch.set_num_threads(1)                     # the batches are too small for more
+    n_clips, batch, first, second = 300, 64, 550, 650
+    clips = [video_scene(_rng("lessons", 0, i), f"clip-lessons-{i}", clip_folder()) for i in range(n_clips)]
+    with SandboxPool(workers=1) as pool:
+        errors = Errors(pool, [image_scene(_rng("lessons", 1, 0)), *clips])
+    corpus = [text for scene in [image_scene(_rng("lessons", 2, i)) for i in range(100)] + clips for text in (
+        *(step.text for step in teach(scene, rng)), scene.about, scene.problem.question, "What is the color of it?")]
+    corpus += ["".join(s for s in prompt_segments(clips[0].problem, TEMPLATES["short"]) if type(s) is str)] * 300
+    corpus += ["".join(s for s in observation_segments(error, 1, 1, TEMPLATES["short"], False) if type(s) is str)
+               for error in errors.values()]
+    policy = build_policy(corpus, EMBEDDED)
+    policy.model.requires_grad_(True)
+    lessons, scorer = Lessons(policy, errors), Scorer(policy, 1.0, checkpointing=False)
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1.5e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-3, total_steps=first + second, pct_start=0.05)
+
+    def direct(i: int, side: int) -> Trajectory:
+        clip = rng.random() < (0.5 if side == HALF else 0)
+        scene = clips[rng.integers(n_clips)] if clip else image_scene(_rng("lessons", 3, i))
+        return lessons.trajectory(*direct_lesson(scene, rng, side), scene.about, template="direct")
+
+    def taught(i: int) -> Trajectory:
+        scene = clips[rng.integers(n_clips)] if rng.random() < 0.5 else image_scene(_rng("lessons", 4, i))
+        return lessons.trajectory(scene.problem, teach(scene, rng), scene.about)
+
+    for step in (bar := tqdm(range(first + second), desc="cold start")):
+        if step < first:                         # the dot is large at first and shrinks to its size in a quadrant
+            side = min(HALF - 1, 112 + step * (HALF - 112) // (first // 2))
+            trajs = [direct(step * batch + i, side) for i in range(batch)]
+        else:
+            trajs = [direct(step * batch + i, HALF) for i in range(8)] + [taught(step * batch + i) for i in range(24)]
+        optimizer.zero_grad()
+        loss = lessons.backward(scorer, trajs)
+        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        bar.set_postfix(loss=f"{loss:.4f}")
+        if (step + 1) % 100 == 0:
+            right = picture_accuracy(policy, lessons, [image_scene(_rng("lessons", 5, i)) for i in range(96)])
+            print(f"step {step + 1}: loss {loss:.4f}, right crop named {right:.3f}, {time.time() - started:.0f} s")
+            policy.model.save_pretrained(EMBEDDED)
+    print(f"wrote {EMBEDDED} in {time.time() - started:.0f} s")
 
 
 @torch.no_grad()
-def crop_accuracy(policy: Policy, lessons: Lessons, n: int = 192, seed: int = 7) -> float:
-    """Share of held-out right crops whose colour gets the highest probability of the six."""
+def picture_accuracy(policy: Policy, lessons: Lessons, scenes: list[Scene]) -> float:
+    """Share of scenes whose right picture, given at once, gets the right answer as the most probable of the guesses."""
     scorer, right = Scorer(policy, 1.0, checkpointing=False), 0
-    needles = [draw_needle(np.random.default_rng([SPLITS["test"], seed, i])) for i in range(n)]
-    for needle in needles:
-        trajs = []
-        for color in COLORS:
-            problem, steps = crop_lesson(needle, np.random.default_rng(0))
-            trajs.append(lessons.trajectory(problem, [Step(steps[0].text.replace(needle.color, color))]))
-        pixels = policy.processor.image_processor(images=trajs[0].images, do_resize=False, return_tensors="pt")
-        f = policy.model.get_image_features(pixels["pixel_values"], pixels["image_grid_thw"], return_dict=True)
-        logp_BT, _ = scorer(collate(policy, trajs, torch.cat(f.pooler_output * len(trajs))))
-        right += list(COLORS)[int(logp_BT.sum(1).argmax())] == needle.color
-    return right / n
+    for scene in scenes:
+        problem, _ = direct_lesson(scene, np.random.default_rng(0))
+        trajs = [lessons.trajectory(problem, [answer_step(guess)], scene.about, "direct") for guess in scene.guesses]
+        for traj in trajs:
+            traj.features = [seen.features for seen in policy.see(traj.images, {}, 56 * 56, 112 * 112)]
+        logp_BT, _ = scorer(collate(policy, trajs))
+        right += scene.guesses[int(logp_BT.sum(1).argmax())] == problem.answer
+    return right / len(scenes)
+
+
+if __name__ == "__main__":
+    main()
