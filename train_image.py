@@ -5,7 +5,7 @@ import time
 STARTED = time.time()
 
 from pyvision_mini.config import Config, cli, parse_config  # noqa: E402
-from pyvision_mini.data import load_problems  # noqa: E402
+from pyvision_mini.data import read_problems  # noqa: E402
 from pyvision_mini.toy import image_problems  # noqa: E402
 from pyvision_mini.trainer import train  # noqa: E402
 
@@ -14,7 +14,7 @@ def problems(cfg: Config) -> tuple[list, list]:
     """(training, held-out) problems: the user's files, or generated ones."""
     if not cfg.data:
         return image_problems(384, cfg.seed, "train"), image_problems(cfg.eval_n, 0, "val")
-    return load_problems(cfg.data), load_problems(cfg.eval_data)[:cfg.eval_n] if cfg.eval_data else []
+    return read_problems(cfg.data), read_problems(cfg.eval_data)[:cfg.eval_n] if cfg.eval_data else []
 
 
 @cli

@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import sys
 from pathlib import Path
 
 from pyvision_mini.config import UserError
@@ -44,6 +45,15 @@ def load_problems(path: str | Path) -> tuple[list[Problem], list[str]]:
         why = f"no usable row of {len(skipped)}, the first: {skipped[0]}" if skipped else "no rows"
         raise UserError(f"{path}: {why}; give JSON or JSONL rows with a question, an answer and media that exist")
     return list(problems.values()), skipped
+
+
+def read_problems(path: str | Path) -> list[Problem]:
+    """load_problems for scripts: the skipped rows are named on stderr."""
+    problems, skipped = load_problems(path)
+    if skipped:
+        more = f"\n  and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+        print(f"{path}: {len(skipped)} rows skipped\n  " + "\n  ".join(skipped[:5]) + more, file=sys.stderr)
+    return problems
 
 
 def _read_rows(path: Path) -> list[tuple[int, object]]:

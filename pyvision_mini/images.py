@@ -16,12 +16,12 @@ MAX_ASPECT = 200  # Qwen2-VL's smart_resize refuses more
 def to_rgb(image: Image.Image) -> Image.Image:
     """Any PIL image → a new upright RGB image (EXIF applied, transparency over white, deep greys scaled, not clipped)."""
     image = ImageOps.exif_transpose(image)
+    if image.mode in ("F", "I") or image.mode.startswith("I;"):
+        return Image.fromarray(_to_uint8(np.asarray(image), deep=image.mode.startswith("I;"))).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
-    if image.mode in ("F", "I") or image.mode.startswith("I;"):
-        return Image.fromarray(_to_uint8(np.asarray(image), deep=image.mode.startswith("I;"))).convert("RGB")
     return image.convert("RGB") if image.mode != "RGB" else image.copy()
 
 

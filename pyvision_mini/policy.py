@@ -101,8 +101,11 @@ class Policy:
 
 def fit_image(image: Image.Image, min_pixels: int, max_pixels: int) -> Image.Image:
     """Scale to multiples of 28 pixels within the pixel limits, as the family's processor would (idempotent)."""
-    height, width = smart_resize(image.height, image.width, factor=PATCH, min_pixels=min_pixels, max_pixels=max_pixels)
-    return image if (width, height) == image.size else image.resize((width, height), Image.Resampling.BICUBIC)
+    sides = smart_resize(image.height, image.width, factor=PATCH, min_pixels=min_pixels, max_pixels=max_pixels)
+    short = max(PATCH, min(sides))               # of thin images it makes a side of 0, or more pixels than allowed
+    long = min(max(sides), max_pixels // short // PATCH * PATCH)
+    size = (long, short) if image.width > image.height else (short, long)
+    return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
 
 def mrope_positions(ids: list[int], grids: list[tuple[int, int, int]], image_id: int) -> np.ndarray:

@@ -18,7 +18,6 @@ import torch
 from tqdm import tqdm
 
 from pyvision_mini.config import Config, explicit, save_config
-from pyvision_mini.reward import GRADER_FAILURES
 from pyvision_mini.selection import Selection
 from pyvision_mini.trajectory import Trajectory
 
@@ -168,11 +167,10 @@ class Reporter:
         self._save_summary()
 
     def step(self, number: int, rows: list[dict], groups: list[dict], result, seconds: dict[str, float],
-             skipped_rows: int) -> None:
+             counts: dict[str, int]) -> None:
         if not self.first:
             return
-        m = {"step": number, "elapsed": time.time() - self.started, **step_metrics(rows, groups, result, seconds),
-             "skipped_rows": skipped_rows, "grader_failures": sum(GRADER_FAILURES.values())}
+        m = {"step": number, "elapsed": time.time() - self.started, **step_metrics(rows, groups, result, seconds), **counts}
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(m) + "\n")
         self.summary["steps"] = number

@@ -134,7 +134,7 @@ def total_reward(accuracy: float, n_tool_calls: int, tool_bonus: float = 0.1) ->
 
 
 def count_paid_calls(turns: list[Turn], cfg: Config) -> int:
-    """Calls that pay. "useful": those that ran and returned text or an image (`pass` earns nothing); "all": every one."""
+    """Calls that pay. "useful": those that ran and returned text or an image, so not `pass`; "all": every one."""
     results = [turn.result for turn in turns if turn.result is not None]
     if cfg.paid_calls == "all":
         return len(results)

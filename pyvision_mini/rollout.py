@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,6 +42,7 @@ class _Row:
 
     traj: Trajectory
     originals: list[Image.Image]             # full resolution, for the runtime
+    given: set[bytes]                        # digests of the prompt's images as the model sees them
     session: SandboxSession | None = None
     pending: list[int] = field(default_factory=list)         # observation ids not in the history yet
     pending_images: list[SeenImage] = field(default_factory=list)
@@ -49,7 +50,8 @@ class _Row:
     def end(self, reason: EndReason) -> None:
         self.traj.end = reason
         if self.session is not None:
-            self.session.close()
+            with suppress(SandboxError):         # it is gone already
+                self.session.close()
             self.session = None
 
 
@@ -71,6 +73,7 @@ def rollout(policy: Policy, problems: list[Problem], cfg: Config, pool: SandboxP
         for start in range(0, len(jobs), cfg.rollout_rows):
             batch = jobs[start:start + cfg.rollout_rows]
             rows = _open_rows(policy, batch, cfg, seen)
+            tick("trajectories", sum(row.traj.end is not None for row in rows))
             try:
                 _run_batch(policy, [row for row in rows if row.traj.end is None], cfg, pool, seen, tick)
             finally:
@@ -98,19 +101,24 @@ def _sampling(policy: Policy, cfg: Config):
 
 
 def _open_rows(policy: Policy, batch: list[Group], cfg: Config, seen: dict[bytes, SeenImage]) -> list[_Row]:
-    """One row per entry of `batch`; prompts that break a limit end here, whole and untouched."""
+    """One row per entry of `batch`; prompts that break a limit end here, whole and untouched, unreadable ones empty."""
     rows, prompts = [], {}
     for group in batch:
         if id(group) not in prompts:
-            originals = [load_image(image) for image in group.problem.images]
-            images = policy.see(originals, seen, cfg.min_pixels, cfg.max_pixels)
-            segments = prompt_segments(group.problem, TEMPLATES[cfg.template])
-            prompts[id(group)] = originals, images, policy.encode(segments, [image.grid for image in images])
+            try:
+                originals = [load_image(image) for image in group.problem.images]
+                images = policy.see(originals, seen, cfg.min_pixels, cfg.max_pixels)
+                segments = prompt_segments(group.problem, TEMPLATES[cfg.template])
+                prompts[id(group)] = originals, images, policy.encode(segments, [image.grid for image in images])
+            except (OSError, ValueError):        # an image that was readable when it was drawn
+                prompts[id(group)] = [], [], []
         originals, images, ids = prompts[id(group)]
         traj = Trajectory(group.problem, n_prompt=len(ids))
         _extend_observed(policy, traj, ids, images)
-        rows.append(_Row(traj, originals))
-        if len(ids) > cfg.max_prompt_tokens or len(images) > cfg.max_images:
+        rows.append(_Row(traj, originals, {image.digest for image in images}))
+        if not ids:
+            rows[-1].end(EndReason.TOOL_FAILURE)
+        elif len(ids) > cfg.max_prompt_tokens or len(images) > cfg.max_images:
             rows[-1].end(EndReason.PROMPT_TOO_LONG)
     return rows
 
@@ -190,8 +198,7 @@ def _observe(policy: Policy, rows: list[_Row], cfg: Config, seen: dict[bytes, Se
     for row, result in zip(rows, results):
         images, flat = flat[:len(result.images)], flat[len(result.images):]
         traj, turn = row.traj, row.traj.turns[-1]
-        given = [image.digest for image in policy.see(row.originals, seen, cfg.min_pixels, cfg.max_pixels)]
-        turn.no_op = bool(images) and not result.text.strip() and all(image.digest in given for image in images)
+        turn.no_op = bool(images) and not result.text.strip() and all(image.digest in row.given for image in images)
         closed = traj.ids[-1] == policy.stop_ids[0]
         segments = observation_segments(result.text, len(traj.images), len(images), TEMPLATES[cfg.template], closed)
         ids = policy.encode(segments, [image.grid for image in images])

@@ -31,7 +31,7 @@ from pyvision_mini.config import Config, UserError, save_config
 from pyvision_mini.data import ProblemStream
 from pyvision_mini.grpo import entropy_from_logits, group_advantages, logprobs, policy_loss
 from pyvision_mini.policy import Policy, load_policy, mrope_positions
-from pyvision_mini.reward import score
+from pyvision_mini.reward import GRADER_FAILURES, score
 from pyvision_mini.rollout import choose_attention, mix_seed, rollout
 from pyvision_mini.sandbox import SandboxPool
 from pyvision_mini.selection import Selection, collect
@@ -83,7 +83,7 @@ class Scorer(nn.Module):
         self.image_id, self.suppressed, self.temperature = policy.image_id, policy.suppressed, temperature
         self.checkpointing = checkpointing
         if checkpointing:
-            policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            policy.model.activation_checkpointing_enable({"use_reentrant": False})
 
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """→ (logp_BT, entropy_BT) in fp32: position t scores token t given all before it; 0 where nothing was sampled."""
@@ -155,8 +155,8 @@ def update(scorer: Scorer, optimizer: torch.optim.Optimizer, policy: Policy, gro
     if len(parts) > 1:                           # off-policy after the first part: the ratio needs the weights before it
         with torch.no_grad():
             old = [[scorer(collate(policy, [t for t, _ in batch]))[0] for batch in batches] for batches, _ in parts]
-    total: Counter[str] = Counter({"ratio_max": 0.0})
-    grad_norm, n_skipped = 0.0, 0
+    total: Counter[str] = Counter()
+    ratio_max, grad_norm, n_skipped = 0.0, 0.0, 0
     for (batches, n_tokens), old_logps in zip(parts, old):
         if n_tokens == 0:                        # the same on every rank
             continue
@@ -164,6 +164,7 @@ def update(scorer: Scorer, optimizer: torch.optim.Optimizer, policy: Policy, gro
             loss, stats = _micro_step(scorer, policy, pairs, old_logp, n_tokens, cfg)
             (loss * ranks.world).backward()      # FSDP averages over ranks; the sum over tokens is what we want
             if pairs[0][0].problem is not SPARE.problem:
+                ratio_max = max(ratio_max, stats.pop("ratio_max"))
                 total.update(stats)
             tick("micro_batches", 1)
         norm = nn.utils.clip_grad_norm_(scorer.parameters(), cfg.grad_clip)
@@ -176,7 +177,7 @@ def update(scorer: Scorer, optimizer: torch.optim.Optimizer, policy: Policy, gro
     summed: Counter[str] = Counter()
     for stats in ranks.all_gather(dict(total)):
         summed.update(stats)
-    summed["ratio_max"] = max(ranks.all_gather(total["ratio_max"]))
+    summed["ratio_max"] = max(ranks.all_gather(ratio_max))
     return UpdateResult(summed, grad_norm, n_skipped)
 
 
@@ -422,8 +423,9 @@ class Run:
                    "generate": bars.total["generate"], "sandbox": bars.total["sandbox"]}
         rows = self.ranks.all_gather([report.trajectory_row(traj) for g in selection.sampled for traj in g.trajectories])
         groups = self.ranks.all_gather(report.selection_row(selection))
-        skipped_rows = max(self.ranks.all_gather(len(self.stream.skipped)))
-        self.reporter.step(self.done, [row for part in rows for row in part], groups, result, seconds, skipped_rows)
+        failures = sum(self.ranks.all_gather(sum(GRADER_FAILURES.values())))
+        self.reporter.step(self.done, [row for part in rows for row in part], groups, result, seconds,
+                           {"skipped_rows": len(self.stream.skipped), "grader_failures": failures})
 
     def _sample(self, round_index: int, bars: report.Bars) -> list[Group]:
         """This rank's groups of one round, rewards set. After a stop signal: none, and _gather ends the step."""

@@ -22,7 +22,7 @@ class EndReason(str, Enum):
     PROMPT_TOO_LONG = "prompt_too_long"  # over the prompt's limits: rejected before the rollout, never cut
     NO_ACTION = "no_action"        # a turn with neither code nor answer
     CODE_ERROR = "code_error"      # only with end_on_error: the authors' release stops at any error
-    TOOL_FAILURE = "tool_failure"  # ours, never what the code did: the sandbox itself could not serve
+    TOOL_FAILURE = "tool_failure"  # ours, never what the code did: no sandbox, or a prompt image that cannot be read
 
 
 @dataclass

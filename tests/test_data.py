@@ -33,10 +33,11 @@ def load_one(folder: Path, **row) -> Problem:
 
 
 def test_our_rows_load_with_media_beside_the_file(folder):
-    choice = load_one(folder, id=7, answer="green", image="a.png", kind="choice", choices=["A. red", "(B) green"], source="v*")
+    choice = load_one(folder, id=7, answer="green", image="a.png", choices=["A. red", "(B) green"], source="v*")
     assert choice == Problem("7", "Q?", "B", "choice", ["red", "green"], (folder / "a.png",), (), "v*")
     both = load_one(folder, images=["a.png", str(folder / "b.jpg")], video="clip.mp4", kind="number", answer=3.5)
-    assert both == Problem("row-1", "Q?", "3.5", "number", None, (folder / "a.png", folder / "b.jpg"), (folder / "clip.mp4",))
+    files = (folder / "a.png", folder / "b.jpg"), (folder / "clip.mp4",)
+    assert both == Problem("row-1", "Q?", "3.5", "number", None, *files)
 
 
 def test_json_lists_a_data_key_and_jsonl_read_the_same(folder):
@@ -44,8 +45,7 @@ def test_json_lists_a_data_key_and_jsonl_read_the_same(folder):
     from_lines, _ = load_problems(write(folder, [*rows[:1], "", *rows[1:]]))
     for name, whole in (("list.json", rows), ("data.json", {"data": rows})):
         (folder / name).write_text(json.dumps(whole, indent=1), encoding="utf-8-sig")
-        assert load_problems(folder / name) == (from_lines, [])
-    assert [p.question for p in from_lines] == ["Q0", "Q1", "Q2"]
+        assert load_problems(folder / name) == (from_lines, []) and len(from_lines) == 3
 
 
 def test_rows_of_the_release_load(folder):
@@ -54,19 +54,20 @@ def test_rows_of_the_release_load(folder):
     row = {"prompt": chat, "reward_model": {"ground_truth": "on the left", "style": "model"}, "data_source": "deepeyes",
            "mm_hint": {"hint_path": "a.png", "hint_type": "image"}, "extra_info": {"index": 12, "split": "train"}}
     templated = {**row, "extra_info": {"index": 13, "question": "Bare?"}}
-    video = {**row, "prompt": "<video>When?", "mm_hint": {"hint_path": ["clip"], "hint_type": "video"}, "extra_info": None}
+    video = {**row, "prompt": "<video>When?", "extra_info": 0, "mm_hint": {"hint_type": "video", "hint_path": ["clip"]}}
     untyped = {**video, "mm_hint": {"hint_path": "clip.mp4"}, "id": "v"}
     problems, skipped = load_problems(write(folder, [row, templated, video, untyped]))
     assert skipped == []
-    assert problems[0] == Problem("12", "Where is it?", "on the left", "text", None, (folder / "a.png",), (), "deepeyes")
+    picture = (folder / "a.png",)
+    assert problems[0] == Problem("12", "Where is it?", "on the left", images=picture, source="deepeyes")
     assert (problems[1].id, problems[1].question) == ("13", "Bare?")
     for problem, name, clip in ((problems[2], "row-3", "clip"), (problems[3], "v", "clip.mp4")):
         assert (problem.id, problem.question, problem.images, problem.videos) == (name, "When?", (), (folder / clip,))
 
 
 @pytest.mark.parametrize("answer, kind", [
-    ("35", "math"), ("-1.5", "math"), ("\\frac{1}{2}", "math"), ("2\\sqrt{3}", "math"), ("x^8", "math"), ("12 cm", "math"),
-    ("blue", "text"), ("\\text{blue}", "text"), ("7 red cars", "text"), ("Yes", "text"), ("no", "text"), ("B", "choice"),
+    ("35", "math"), ("\\frac{1}{2}", "math"), ("2\\sqrt{3}", "math"), ("x^8", "math"), ("12 cm", "math"),
+    ("blue", "text"), ("\\text{blue}", "text"), ("7 red cars", "text"), ("no", "text"), ("B", "choice"),
 ])
 def test_the_kind_follows_from_the_answer_when_it_is_not_given(folder, answer, kind):
     assert load_one(folder, answer=answer).kind == kind
@@ -125,8 +126,7 @@ def test_an_epoch_shows_every_problem_once_and_the_next_one_in_another_order():
     stream = ProblemStream(problems(20), seed=3)
     first, second = ids(stream.next_batch(20)), ids(stream.next_batch(20))
     assert sorted(first, key=int) == sorted(second, key=int) == [str(i) for i in range(20)]
-    assert first != second
-    assert ids(ProblemStream(problems(20), seed=3).next_batch(20)) == first
+    assert first != second and first == ids(ProblemStream(problems(20), seed=3).next_batch(20))
     assert ids(ProblemStream(problems(20), seed=4).next_batch(20)) not in (first, second)
 
 
@@ -149,7 +149,7 @@ def test_ranks_take_interleaved_parts_of_one_global_batch():
 
 
 def damaged(folder: Path, n: int) -> list[Problem]:
-    """n problems with a good image, a truncated JPEG, a text file named .png, an image that is a line, and one that left."""
+    """n good problems and four: a truncated JPEG, a text file named .png, a line of pixels, a file that is gone."""
     Image.effect_noise((64, 64), 50).save(folder / "cut.jpg")
     (folder / "cut.jpg").write_bytes((folder / "cut.jpg").read_bytes()[:800])
     (folder / "text.png").write_text("hello")

@@ -80,12 +80,12 @@ def test_groups_are_ranked_by_the_population_std_of_the_total_reward():
 
 
 def test_equal_spreads_keep_their_order_however_the_rewards_are_ordered_or_shifted():
-    groups = [group("x", 0.1, 0.0, 0.0), group("y", 1.1, 1.1, 1.2), group("z", 0.0, 0.1, 0.0), group("w", 0.7, 0.6, 0.6)]
+    groups = [group("x", 0.1, 0, 0), group("y", 1.1, 1.1, 1.2), group("z", 0, 0.1, 0), group("w", 0.7, 0.6, 0.6)]
     assert names(rank_groups(groups)) == ["x", "y", "z", "w"] == names(rank_groups(groups[::-1]))[::-1]
 
 
 def on_ranks(rounds_of_rank: list[list[list[Group]]], cfg: Config) -> tuple[list, list[int]]:
-    """collect() on simulated ranks; rounds_of_rank[rank][round] are its groups. → (selections, rounds asked per rank)."""
+    """collect() on simulated ranks; rounds_of_rank[rank][round]: its groups. → (selections, rounds asked per rank)"""
     world = len(rounds_of_rank)
     slots, barrier, asked = [None] * world, threading.Barrier(world, timeout=20), [0] * world
 
@@ -112,8 +112,8 @@ def cfg(**changes) -> Config:
 
 
 def test_one_rank_samples_until_enough_groups_are_informative_and_keeps_the_best():
-    rounds = [[group("flat", 1, 1), group("low", 0, 0.1)], [group("high", 0, 1), group("mid", 0, 0.5)], [group("never", 0, 1)]]
-    out = collect(rounds.__getitem__, cfg())
+    first, second = [group("flat", 1, 1), group("low", 0, 0.1)], [group("high", 0, 1), group("mid", 0, 0.5)]
+    out = collect([first, second, [group("never", 0, 1)]].__getitem__, cfg())
     assert (out.rounds, out.n_informative, out.n_kept, out.imbalance) == (2, 3, 2, 0)
     assert names(out.kept) == ["high", "mid"]
     assert names(out.sampled) == ["flat", "low", "high", "mid"]
