@@ -115,6 +115,8 @@ class Session:
         if os.getppid() != zygote:
             raise SystemExit
         os.chdir(spec["scratch"])
+        random.seed(0)                                                 # so that a run repeats exactly
+        np.random.seed(0)
         self.memory = resource.getrlimit(resource.RLIMIT_AS)
         self.namespace = {"__name__": "__main__", "np": np, "plt": plt, "Image": Image}
 
@@ -318,8 +320,6 @@ Image.init()
 plt.figure().gca().imshow(np.zeros((4, 4)))                            # draw once, so that no session has to warm up
 plt.gcf().canvas.draw()
 plt.close("all")
-random.seed(0)                                                         # in every session: a run repeats exactly
-np.random.seed(0)
 gc.freeze()                                                            # the collector must not copy shared pages
 channel = socket.socket(fileno=SETTINGS["control"])
 channel.settimeout(1)                                                  # to see now and then whether the trainer lives

@@ -40,13 +40,8 @@ def pool():
         yield pool
 
 
-@contextlib.contextmanager
-def open_session(pool, *args, **kwargs):
-    session = pool.open(*args, **kwargs)
-    try:
-        yield session
-    finally:
-        session.close()
+def open_session(pool, *args, **kwargs) -> contextlib.closing:
+    return contextlib.closing(pool.open(*args, **kwargs))
 
 
 @pytest.fixture
@@ -68,7 +63,7 @@ def control_breaks(code: str, folder: Path) -> bool:
     """Does the code reach its aim, flood, or leave no answer within the limit when nothing protects the executor?"""
     with subprocess.Popen([sys.executable, "-c", CONTROL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder,
                           stderr=subprocess.DEVNULL, start_new_session=True) as process:
-        timer = threading.Timer(LIMIT_S + 1, os.killpg, (process.pid, signal.SIGKILL))
+        timer = threading.Timer(LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))
         timer.start()
         process.stdin.write(code.encode())
         process.stdin.close()
@@ -76,7 +71,7 @@ def control_breaks(code: str, folder: Path) -> bool:
         timer.cancel()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    return b"REACHED" in output or b"ANSWERED" not in output
+    return b"REACHED" in output.splitlines() or b"ANSWERED" not in output
 
 
 # claim: (code, statuses that hold, what the text must contain, is it run against the control)
@@ -94,7 +89,9 @@ CLAIMS = {
         ("import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True: pass", "timeout", "are lost", True),
     "an endless loop in C is killed": ("import itertools; sum(itertools.repeat(1))", "timeout", "are lost", True),
     "a big-integer power is stopped": ("x = 9; x ** x ** x", "timeout", "", True),
-    "native code that blocks with the GIL is killed": ("import ctypes; ctypes.PyDLL(None).sleep(9)", "timeout", "are lost", True),
+    "native code that blocks with the GIL is killed":
+        ("import ctypes\nlock = bytes(64); lib = ctypes.PyDLL(None); lib.pthread_mutex_lock(lock); lib.pthread_mutex_lock(lock)",
+         "timeout", "are lost", True),
     "a 100 GB allocation fails": ("x = bytearray(100 << 30)", "error", "MemoryError", False),
     "memory ends at the limit": ("x = bytearray(700 << 20); print('REACHED')", "error", "MemoryError", True),
     "a list cannot grow for ever":
@@ -152,7 +149,7 @@ CLAIMS = {
     "sys.stdin.read() ends": ("import sys; print(repr(sys.stdin.read()))", "ok", "''", False),
     "surrogates and NUL come through": (r"print('a\udfffb\0c')", "ok", "a?b\N{REPLACEMENT CHARACTER}c", False),
     "an exception that cannot be printed is still an error":
-        ("class E(Exception):\n  def __str__(self): raise ValueError\nraise E", "error", "E", True),
+        ("class E(Exception):\n  def __str__(self): raise ValueError\nraise E", "error", "E", False),
     "a huge message is shortened": ("raise ValueError('x' * 10**6)", "error", "ValueError: xxx", False),
     "NUL in the code is an error": ("print(1)\0", "error", "null bytes", False),
     "endless nesting is an error": ("(" * 10**5, "error", "", False),
@@ -165,17 +162,16 @@ CLAIMS = {
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_attack(claim, pool, tmp_path):
     code, statuses, text, has_control = CLAIMS[claim]
-    before, others = memory_mb(), len(processes(pool))
-    session = pool.open()
-    started = time.monotonic()
-    result = session.run(code)
-    assert time.monotonic() - started < LIMIT_S + 2
-    assert result.status in statuses.split() and text in result.text and "REACHED" not in result.text, result
-    assert len(result.text) < 4000 and len(result.images) <= 4
-    assert session.run("print(6 * 7)").text == "42\n"         # the same session goes on, or starts afresh
-    session.close()
-    assert len(processes(pool)) == others                     # no process and no zombie
-    assert [path.name for path in pool.folder.iterdir()] == ["canary"]
+    before, others = memory_mb(), set(processes(pool))
+    with open_session(pool) as session:
+        started = time.monotonic()
+        result = session.run(code)
+        assert time.monotonic() - started < LIMIT_S + 2
+        assert result.status in statuses.split() and text in result.text and "REACHED" not in result.text.splitlines(), result
+        assert len(result.text) < 4000 and len(result.images) <= 4
+        assert session.run("print(6 * 7)").text == "42\n"     # it goes on, or starts afresh
+    assert set(processes(pool)) == others                     # no process and no zombie
+    assert not (pool.folder / session._key).exists()
     assert memory_mb() - before < 50
     if has_control:
         assert control_breaks(code, tmp_path), "an unprotected executor survives this: it proves nothing"
@@ -241,9 +237,8 @@ def test_a_reply_that_drips_ends_at_the_deadline(session):
 def test_python_variables_of_one_session_do_not_reach_the_next(pool, session):
     session.run("import os; os.environ.update(PYTHONPATH='/evil', PYTHONSTARTUP='/evil', LD_PRELOAD='/evil')")
     with open_session(pool) as other:
-        assert other.run("import os; print(sorted(os.environ))").text == \
-            "['HOME', 'KMP_INIT_AT_FORK', 'MPLBACKEND', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH', 'TMPDIR']\n" \
-            .replace("'KMP_INIT_AT_FORK', ", "")
+        code = "import os; print([name for name in os.environ if name.startswith(('PYTHON', 'LD_')) or 'TOKEN' in name])"
+        assert other.run(code).text == "[]\n"
 
 
 @LINUX
@@ -286,9 +281,9 @@ def test_variables_survive_a_timeout(session):
 
 
 def test_memory_used_up_leaves_the_variables_and_can_be_freed(session):
-    assert session.run("x = []\nwhile True: x.append(bytearray(1 << 20))").status == "error"
+    assert session.run("x = []\nwhile True: x.append(bytes(1 << 20))").status == "error"
     assert session.run("print(len(x) > 300); del x").text == "True\n"
-    assert session.run("y = bytearray(300 << 20); print('ok')").text == "ok\n"
+    assert session.run("y = bytes(300 << 20); print('ok')").text == "ok\n"
 
 
 def test_an_error_shows_the_line_the_type_and_the_message(session):
@@ -340,15 +335,14 @@ def test_crops_that_show_nothing_are_errors_that_name_the_size(session):
     assert session.next_index == 2
 
 
-def test_images_of_odd_sizes_are_accepted_and_huge_ones_reduced(session):
-    for size, seen in (((1, 1), (1, 1)), ((5, 5), (5, 5)), ((27, 300), (27, 300)), ((200, 1), (200, 1)), ((8000, 4000), (2000, 1000))):
-        result = session.run(f"Image.new('RGB', {size}).show()")
-        assert [image.size for image in result.images] == [seen], result.text
-
-
-def test_the_10000_by_10000_image_is_accepted_or_a_clear_error(session):
-    result = session.run("Image.new('RGB', (10000, 10000)).show()")
-    assert result.status in ("ok", "error") and result.text in ("", "line 1: Image.new('RGB', (10000, 10000)).show()\nMemoryError")
+def test_images_of_odd_sizes_are_accepted_and_huge_ones_reduced():
+    cases = {(1, 1): (1, 1), (5, 5): (5, 5), (27, 300): (27, 300), (200, 1): (200, 1), (8000, 4000): (2000, 1000),
+             (10000, 10000): (1414, 1414)}
+    with SandboxPool(workers=1, max_pixels=2_000_000) as pool, open_session(pool) as session:
+        for size, seen in cases.items():
+            result = session.run(f"Image.new('RGB', {size}).show()")
+            assert [image.size for image in result.images] == [seen], result.text
+        assert session.run("print(image_clue_5.size)").text == "(10000, 10000)\n"     # inside, nothing is lost
 
 
 @pytest.mark.parametrize("mode,colour,seen", [
@@ -456,6 +450,11 @@ def test_close_leaves_no_process_and_no_folder():
         sessions[0].run("1")
 
 
+def running(group: int) -> bool:
+    """Is any process of the group alive? Zombies are not: PID 1 of some containers does not reap what it adopts."""
+    return "Z" not in subprocess.run(["ps", "-o", "stat=", "-g", str(group)], capture_output=True, text=True).stdout.ljust(1, "Z")
+
+
 def wait_until(condition, seconds=5.0) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -480,10 +479,7 @@ def test_when_the_trainer_is_killed_everything_goes():
         trainer.kill()
     assert wait_until(lambda: not Path(folder).exists())
 
-    def gone(pid: str) -> bool:
-        stat = Path(f"/proc/{pid}/stat")
-        return not stat.exists() or stat.read_text().split()[2] == "Z"      # PID 1 of some containers does not reap
-    assert wait_until(lambda: all(map(gone, pids)))
+    assert wait_until(lambda: not any(running(int(pid)) for pid in pids))
 
 
 @LINUX
@@ -523,8 +519,7 @@ def test_without_any_layer_it_still_runs_times_out_and_cleans_up():
         assert folder.exists()
         session.close()
         assert not folder.exists()
-        with pytest.raises(ProcessLookupError):
-            os.killpg(group, 0)
+        assert wait_until(lambda: not running(group))
 
 
 @LINUX

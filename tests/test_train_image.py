@@ -1,0 +1,143 @@
+"""train_image.py as its users run it: whole runs, resuming, stopping, two ranks, own data, bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import train_image
+from pyvision_mini.policy import EMBEDDED
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--group_size", "4", "--problems_per_round", "4", "--groups_per_step", "2", "--max_rounds", "1", "--eval_n", "4"]
+TIMED = {"elapsed", "seconds_sample", "seconds_generate", "seconds_sandbox", "seconds_update", "seconds_sync", "peak_memory_gb"}
+
+
+def command(*flags, ranks=1):
+    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [*start, str(ROOT / "train_image.py"), *map(str, flags)]
+
+
+def run(*flags, ranks=1):
+    done = subprocess.run(command(*flags, ranks=ranks), capture_output=True, text=True, timeout=240,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def metrics(out):
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMED} for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    return out, run("--out", out, "--steps", 4, "--save_every", 2, *SMALL)
+
+
+def test_a_run_prints_a_line_per_step_and_writes_what_it_promises(whole):
+    out, printed = whole
+    assert [f"step {k} | acc " in printed for k in (1, 2, 3, 4)] == [True] * 4
+    assert "held out, before: accuracy" in printed and "held out, after: accuracy" in printed
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == 4 and summary["before"]["n"] == summary["after"]["n"] == 4
+    assert 0 < summary["first_step_seconds"] < summary["seconds"]
+    assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4]
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-000002", "step-000004"}
+    with Image.open(out / "curves.png") as picture:
+        assert picture.width > 800
+    assert (out / "checkpoints/step-000004/model/model.safetensors").is_file()
+
+
+def test_stopping_and_resuming_gives_the_metrics_of_the_uninterrupted_run(whole, tmp_path):
+    run("--out", tmp_path / "run", "--steps", 2, "--save_every", 2, *SMALL)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "left by": "a step after the checkpoint"}\n{"step": 4, "cut')
+    run("--out", tmp_path / "run", "--steps", 4, "--save_every", 2, "--resume", *SMALL)
+    assert metrics(tmp_path / "run") == metrics(whole[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_state_and_leaves_no_process(number, tmp_path):
+    out = tmp_path / "run"
+    started = subprocess.Popen(command("--out", out, "--steps", 500, *SMALL), stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    while not (out / "metrics.jsonl").is_file() or len(metrics(out)) < 2:
+        assert started.poll() is None, started.stderr.read()
+        time.sleep(0.2)
+    sandboxes = [p for p in subprocess.run(["pgrep", "-P", str(started.pid)], capture_output=True, text=True).stdout.split()]
+    assert sandboxes
+    started.send_signal(number)
+    printed, errors = started.communicate(timeout=60)
+    assert started.returncode == 128 + number and "Traceback" not in errors
+    assert "go on with --resume" in printed
+    saved, = (out / "checkpoints").iterdir()
+    assert json.loads((saved / "position.json").read_text())["step"] == len(metrics(out))
+    time.sleep(0.5)
+    assert [pid for pid in sandboxes if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_two_ranks_train_own_data_with_a_checkpoint_folder(tmp_path):
+    rows = [{"id": k, "question": "What color is the dot?", "answer": "red", "image": "a.png", "kind": "text"} for k in range(12)]
+    Image.new("RGB", (300, 200), "red").save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_text("no image")
+    rows += [{"id": "no answer", "question": "?"}, {"id": "broken", "question": "?", "answer": "1", "image": "b.png"},
+             {"prompt": [{"role": "user", "content": "<image>Which?"}], "reward_model": {"ground_truth": "B"},
+              "mm_hint": {"hint_path": "a.png"}, "data_source": "theirs"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    out = tmp_path / "run"
+    printed = run("--out", out, "--model", EMBEDDED, "--data", tmp_path / "rows.jsonl", "--steps", 2, "--sandbox", "best_effort",
+                  "--template", "short", "--max_turn_tokens", 64, "--max_response_tokens", 400, "--max_pixels", 12544,
+                  "--gradient_checkpointing", "false", *SMALL, ranks=2)
+    assert "step 2 | acc" in printed and "14 to train on" in printed
+    assert metrics(out)[1]["groups_sampled"] == 4                                # two on each rank
+
+
+@pytest.fixture()
+def small_data(tmp_path):
+    Image.new("RGB", (60, 60), "red").save(tmp_path / "good.png")
+    (tmp_path / "bad.png").write_text("no image")
+    row = {"id": 1, "question": "?", "answer": "1"}
+    for name, rows in {"good": [{**row, "image": "good.png"}], "unreadable": [{**row, "image": "bad.png"}],
+                       "no_answer": [{"id": 1, "question": "?"}], "empty": [], "missing": [{**row, "image": "nowhere.png"}]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "metrics.jsonl").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--stepz", "3"], "unknown argument --stepz"),
+    (["--steps", "many"], "invalid int value: 'many'"),
+    (["--steps", "-1"], "--steps -1: must be at least 0"),
+    (["--broken", "all"], "invalid choice: 'all'"),
+    (["--model", "{}/llama"], "--model without --data"),
+    (["--model", "{}/nowhere", "--data", "{}/good.jsonl"], "no such folder"),
+    (["--model", "{}/llama", "--data", "{}/good.jsonl"], "its model_type is 'llama'"),
+    (["--model", "{}/used", "--data", "{}/good.jsonl"], "no readable config.json"),
+    (["--data", "{}/nowhere.jsonl"], "nowhere.jsonl"),
+    (["--data", "{}/empty.jsonl"], "no rows"),
+    (["--data", "{}/no_answer.jsonl"], "row 1 (id 1): no answer"),
+    (["--data", "{}/missing.jsonl"], "nowhere.png not found"),
+    (["--data", "{}/unreadable.jsonl"], "bad.png"),
+    (["--out", "{}/used"], "holds a run already; add --resume"),
+    (["--out", "{}/good.png/run"], "cannot be created"),
+])
+def test_bad_input_is_one_line_that_says_what_and_what_to_do(flags, says, small_data, monkeypatch):
+    out = [] if "--out" in flags else ["--out", str(small_data / "run")]
+    monkeypatch.setattr(sys, "argv", ["train_image.py", *(flag.format(small_data) for flag in flags), *out])
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped:
+        train_image.main()
+    signal.signal(signal.SIGINT, handlers[0]), signal.signal(signal.SIGTERM, handlers[1])
+    message = str(stopped.value.code)
+    assert message.startswith("error: ") and says in message and "\n" not in message and len(message) < 400
