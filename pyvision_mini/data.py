@@ -15,6 +15,7 @@ import os
 import random
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from pyvision_mini.config import UserError
@@ -156,12 +157,13 @@ class ProblemStream:
     """Problems in shuffled order, epoch after epoch. Every rank draws the same global batch and takes its part.
 
     Images are decoded as they are drawn, and a row that cannot be shown is replaced by the next one. Each rank decodes
-    the whole global batch: so all skip the same rows without a word between them.
+    the whole global batch: so all skip the same rows without a word between them. `check` says what else is wrong.
     """
 
-    def __init__(self, problems: list[Problem], seed: int = 0, rank: int = 0, world: int = 1):
+    def __init__(self, problems: list[Problem], seed: int = 0, rank: int = 0, world: int = 1,
+                 check: Callable[[Problem], str | None] = lambda problem: None):
         assert 0 < len({p.id for p in problems}) == len(problems), f"{len(problems)} problems, but none or equal ids"
-        self.problems, self.seed, self.rank, self.world = problems, seed, rank, world
+        self.problems, self.seed, self.rank, self.world, self.check = problems, seed, rank, world, check
         self.skipped: dict[str, str] = {}            # problem id → why it cannot be shown
         self.load_state_dict({"epoch": 0, "index": 0})
 
@@ -183,10 +185,10 @@ class ProblemStream:
                 self.load_state_dict({"epoch": self.epoch + 1, "index": 0})
             problem = self.problems[self.order[self.index]]
             self.index += 1
-            if reason := unreadable(problem):
+            if reason := unreadable(problem) or self.check(problem):
                 self.skipped[problem.id] = reason
                 if len(self.skipped) == len(self.problems):
-                    raise UserError(f"no problem of the data can be shown; {problem.id}: {reason}; check its images")
+                    raise UserError(f"no problem of the data can be shown; {problem.id}: {reason}; check its media")
             else:
                 batch.append(problem)
         return batch[self.rank::self.world]

@@ -17,10 +17,12 @@ import torch
 from PIL import Image
 from qwen_vl_utils.vision_process import smart_resize
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+from transformers.utils.logging import disable_progress_bar
 
 from pyvision_mini.config import UserError
 from pyvision_mini.prompts import END_OF_TEXT, IM_END, IMAGE, SUPPRESSED, Control
 
+disable_progress_bar()  # of loading and saving weights: ours are enough
 EMBEDDED = Path(__file__).parent / "assets"
 PATCH = 28  # pixels per image token: 14-pixel patches, merged 2×2
 

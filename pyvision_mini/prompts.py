@@ -57,7 +57,8 @@ TEMPLATES = {
         system=_PAPER_SYSTEM,
         image_hint="The runtime holds the images above in full resolution as PIL images under the names in their tags.",
         video_hint="You cannot see the video directly. The runtime holds it as a decord VideoReader: {videos}. "
-                   "Fetch frames with video_clue_0[i].asnumpy() and show the ones you need.",
+                   "frame_at(video_clue_0, second) gives the PIL image on screen at that second, video_clue_0[i].asnumpy() "
+                   "frame i, frame_times(video_clue_0) the seconds at which the frames start. Show the frames you need.",
         observation=("<interpreter>\n", "</interpreter>"), printed=""),
     "short": Template(
         system="Look with Python, then answer.", image_hint="", video_hint="{videos}",

@@ -183,8 +183,14 @@ class Reporter:
                   f"upd {m['seconds_update']:.1f}s{'' if m['groups_kept'] else ' | skipped: no informative group'}"
                   f"{' | skipped: gradient not finite' if m['skipped_updates'] else ''}")
 
-    def finish(self, steps: int) -> None:
+    def finish(self, steps: int, baselines: dict[str, dict]) -> None:
+        """The last lines: a table against the baselines, if there are any, and what changed."""
         before, after = self.summary["before"], self.summary["after"]
+        if baselines:
+            self.summary["baselines"] = baselines
+            self.line(f"{'':24} accuracy   visual tokens")
+            for label, result in {"on demand": after, **baselines}.items():
+                self.line(f"{label:24} {result['accuracy']:8.3f}   {result['visual_tokens']:13.1f}")
         if before and after:
             self.line(f"held-out accuracy {before['accuracy']:.3f} -> {after['accuracy']:.3f}, tool calls "
                       f"{before['tool_calls']:.2f} -> {after['tool_calls']:.2f}, {steps} steps in "

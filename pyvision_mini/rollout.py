@@ -11,8 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from transformers.utils import is_flash_attn_2_available
 from pyvision_mini.config import Config
 from pyvision_mini.images import load_image
 from pyvision_mini.policy import Policy, SeenImage, mrope_positions
-from pyvision_mini.prompts import CODE_STOP, TEMPLATES, observation_segments, parse_action, prompt_segments
+from pyvision_mini.prompts import (CODE_STOP, TEMPLATES, describe_video, observation_segments, parse_action,
+                                   prompt_segments)
 from pyvision_mini.sandbox import SandboxError, SandboxPool, SandboxSession
 from pyvision_mini.trajectory import EndReason, Group, Problem, ToolResult, Trajectory, Turn
 
@@ -55,6 +56,58 @@ class _Row:
             self.session = None
 
 
+def describe(problem: Problem, pool: SandboxPool) -> str | None:
+    """Fill `problem.about` with what the prompt says of its videos → why one cannot be read, or None.
+
+    Clips are opened in the sandbox only, under its time limit: a broken or hanging file costs one skipped row.
+    """
+    if problem.about or not problem.videos:
+        return None
+    try:
+        clips = [_measure(problem, k, pool) for k in range(len(problem.videos))]
+    except (ValueError, SandboxError) as error:
+        return str(error)
+    problem.about = "; ".join(describe_video(k, *clip) for k, clip in enumerate(clips))
+    return None
+
+
+def _measure(problem: Problem, k: int, pool: SandboxPool) -> tuple[float, int, float, int, int]:
+    """(seconds, frames, frames per second, width, height) of a clip. Raises ValueError that names the file."""
+    with closing(pool.open(videos=problem.videos)) as session:
+        result = session.run(f"v = video_clue_{k}; print(v.get_frame_timestamp(len(v) - 1)[1], len(v), *v[0].shape[:2])")
+    try:
+        seconds, n_frames, height, width = map(float, result.text.split())
+        return seconds, int(n_frames), n_frames / seconds, int(width), int(height)
+    except (ValueError, ZeroDivisionError):
+        why = (result.text.strip().splitlines() or ["no frames"])[-1][:200]
+        raise ValueError(f"cannot read video {problem.videos[k]}: {why}") from None
+
+
+def frame_indices(n_frames: int, n: int) -> list[int]:
+    """At most n sorted, evenly spread, different indices into a clip of n_frames, the first and the last included."""
+    return sorted({round(i) for i in np.linspace(0, n_frames - 1, min(max(n, 1), n_frames)).tolist()})
+
+
+def with_uniform_frames(problem: Problem, pool: SandboxPool, n: int = 0, fps: float = 0.0) -> Problem:
+    """The baseline's problem: evenly sampled frames in the prompt instead of the videos. Give n, or frames per second.
+
+    Raises ValueError that names the file. Sampled by our own sandbox, not by qwen-vl-utils: that refuses clips of one
+    frame, and reads in the trainer, where a hanging file hangs the run.
+    """
+    frames: list[Image.Image] = []
+    for k in range(len(problem.videos)):
+        seconds, n_frames, *_ = _measure(problem, k, pool)
+        indices = frame_indices(n_frames, n or round(seconds * fps))
+        with closing(pool.open(videos=problem.videos)) as session:
+            for i in range(0, len(indices), 4):
+                code = f"for i in {indices[i:i + 4]}: Image.fromarray(video_clue_{k}[i].asnumpy()).show()"
+                result = session.run(code)
+                if result.status != "ok":
+                    raise ValueError(f"cannot read video {problem.videos[k]}: {result.text.strip()[-200:]}")
+                frames += result.images
+    return replace(problem, images=(*problem.images, *frames), videos=(), about="")
+
+
 def rollout(policy: Policy, problems: list[Problem], cfg: Config, pool: SandboxPool, seed: int = 0,
             n_samples: int | None = None, tick: Callable[[str, float], None] = lambda kind, n: None) -> list[Group]:
     """Sample `n_samples` (default cfg.group_size) trajectories per problem; rewards are not set yet.
@@ -72,7 +125,7 @@ def rollout(policy: Policy, problems: list[Problem], cfg: Config, pool: SandboxP
         torch.manual_seed(seed)
         for start in range(0, len(jobs), cfg.rollout_rows):
             batch = jobs[start:start + cfg.rollout_rows]
-            rows = _open_rows(policy, batch, cfg, seen)
+            rows = _open_rows(policy, batch, cfg, pool, seen)
             tick("trajectories", sum(row.traj.end is not None for row in rows))
             try:
                 _run_batch(policy, [row for row in rows if row.traj.end is None], cfg, pool, seen, tick)
@@ -100,17 +153,20 @@ def _sampling(policy: Policy, cfg: Config):
         model.generation_config = before[1]
 
 
-def _open_rows(policy: Policy, batch: list[Group], cfg: Config, seen: dict[bytes, SeenImage]) -> list[_Row]:
+def _open_rows(policy: Policy, batch: list[Group], cfg: Config, pool: SandboxPool,
+               seen: dict[bytes, SeenImage]) -> list[_Row]:
     """One row per entry of `batch`; prompts that break a limit end here, whole and untouched, unreadable ones empty."""
     rows, prompts = [], {}
     for group in batch:
         if id(group) not in prompts:
             try:
+                if reason := describe(group.problem, pool):
+                    raise ValueError(reason)
                 originals = [load_image(image) for image in group.problem.images]
                 images = policy.see(originals, seen, cfg.min_pixels, cfg.max_pixels)
-                segments = prompt_segments(group.problem, TEMPLATES[cfg.template])
+                segments = prompt_segments(group.problem, TEMPLATES[cfg.template], group.problem.about)
                 prompts[id(group)] = originals, images, policy.encode(segments, [image.grid for image in images])
-            except (OSError, ValueError):        # an image that was readable when it was drawn
+            except (OSError, ValueError):        # media that were readable when they were drawn
                 prompts[id(group)] = [], [], []
         originals, images, ids = prompts[id(group)]
         traj = Trajectory(group.problem, n_prompt=len(ids))

@@ -79,6 +79,17 @@ def libc(name: str, *args) -> int:
     return result
 
 
+def frame_times(video) -> np.ndarray:
+    """When each frame of a decord reader starts, in seconds: from its time stamps, as the frame rate may vary."""
+    return video.get_frame_timestamp(range(len(video)))[:, 0]
+
+
+def frame_at(video, second: float) -> Image.Image:
+    """The frame that is on screen at that second."""
+    index = int(np.searchsorted(frame_times(video), second + 1e-6, side="right")) - 1
+    return Image.fromarray(video[max(index, 0)].asnumpy())
+
+
 class CallTimeout(BaseException):
     """Raised inside the code when its time is up. `except Exception` does not catch it."""
 
@@ -118,7 +129,8 @@ class Session:
         random.seed(0)                                                 # so that a run repeats exactly
         np.random.seed(0)
         self.memory = resource.getrlimit(resource.RLIMIT_AS)
-        self.namespace = {"__name__": "__main__", "np": np, "plt": plt, "Image": Image}
+        self.namespace = {"__name__": "__main__", "np": np, "plt": plt, "Image": Image, "frame_at": frame_at,
+                          "frame_times": frame_times}
 
     def oom_first(self) -> None:
         """When memory runs out, the kernel takes this process and not the trainer."""
@@ -247,8 +259,8 @@ class Session:
                     self.open_videos()
                 exec(compile(code, name, "exec"), self.namespace)
             finally:
-                signal.signal(signal.SIGALRM, signal.SIG_IGN)
                 builtins.__dict__.update(BUILTINS)
+                signal.signal(signal.SIGALRM, signal.SIG_IGN)
         except BaseException as caught:                                # whatever it is, the session goes on
             error = caught
         resource.setrlimit(resource.RLIMIT_AS, (self.memory[1], self.memory[1]))

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +33,7 @@ from pyvision_mini.data import ProblemStream
 from pyvision_mini.grpo import entropy_from_logits, group_advantages, logprobs, policy_loss
 from pyvision_mini.policy import Policy, load_policy, mrope_positions
 from pyvision_mini.reward import GRADER_FAILURES, score
-from pyvision_mini.rollout import choose_attention, mix_seed, rollout
+from pyvision_mini.rollout import choose_attention, describe, mix_seed, rollout
 from pyvision_mini.sandbox import SandboxPool
 from pyvision_mini.selection import Selection, collect
 from pyvision_mini.trajectory import Group, Problem, Trajectory
@@ -295,7 +296,8 @@ class Learner:
             partial.mkdir(parents=True)
         self.ranks.all_gather(None)
         model, optimizer = get_state_dict(self.scorer, self.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=partial / "state", no_dist=not self.ranks.sharded)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):     # that it runs in one process
+            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=partial / "state")
         if first:
             self.policy.model.save_pretrained(partial / "model")
             self.policy.processor.save_pretrained(partial / "model")
@@ -310,7 +312,8 @@ class Learner:
         """Read a checkpoint into weights and optimizer, on any number of ranks → its position."""
         model, optimizer = get_state_dict(self.scorer, self.optimizer)
         state = {"model": model, "optimizer": optimizer}
-        dcp.load(state, checkpoint_id=folder / "state", no_dist=not self.ranks.sharded)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            dcp.load(state, checkpoint_id=folder / "state")
         set_state_dict(self.scorer, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.sync()
         return json.loads((folder / "position.json").read_text())
@@ -335,26 +338,28 @@ def evaluate(policy: Policy, problems: list[Problem], cfg: Config, pool: Sandbox
     return [report.trajectory_row(traj) for traj in trajs]
 
 
-def train(cfg: Config, name: str, problems: list[Problem], held_out: list[Problem], started: float) -> None:
+def train(cfg: Config, name: str, problems: list[Problem], held_out: list[Problem], started: float,
+          baselines: dict[str, Callable[[Problem, SandboxPool], Problem]] | None = None) -> None:
     """The whole run: evaluate, then per step sample → select → update → report, then evaluate. Called on every rank.
 
-    `started` is the time the process began, for first_step_seconds.
+    `started` is the time the process began, for first_step_seconds. `baselines` turn a held-out problem into one that
+    is answered at once, without a tool; a table at the end compares them with the trained policy.
     """
     stop, ranks = StopSignal(), Ranks()
     out = Path(ranks.all_gather(cfg.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")[0])
     check_out(out, cfg.resume, ranks)
     learner = Learner(cfg, ranks)
-    stream = ProblemStream(problems, cfg.seed, ranks.rank, ranks.world)
-    done = 0
+    position = {"step": 0, "stream": {"epoch": 0, "index": 0}}
     if cfg.resume and (found := checkpoints(out / "checkpoints")):
         position = learner.load(found[-1])
-        stream.load_state_dict(position["stream"])
-        done = position["step"]
     workers = cfg.tool_workers or max(1, (os.cpu_count() or 1) // ranks.local_world)
     with SandboxPool(workers=workers, timeout_s=cfg.tool_timeout_s, memory_mb=cfg.tool_memory_mb,
-                     mode=cfg.sandbox) as pool, report.Reporter(out, name, cfg, ranks.rank, started, done) as reporter:
+                     mode=cfg.sandbox) as pool, report.Reporter(out, name, cfg, ranks.rank, started,
+                                                            position["step"]) as reporter:
+        stream = ProblemStream(problems, cfg.seed, ranks.rank, ranks.world, check=lambda problem: describe(problem, pool))
+        stream.load_state_dict(position["stream"])
         reporter.start(learner.policy, choose_attention(learner.policy), pool, len(problems), len(held_out), ranks.world)
-        run = Run(cfg, learner, stream, held_out, pool, ranks, stop, reporter, out, done)
+        run = Run(cfg, learner, stream, held_out, pool, ranks, stop, reporter, out, position["step"], baselines or {})
         try:
             run.loop()
         except Stopped:
@@ -391,20 +396,24 @@ class Run:
     reporter: report.Reporter
     out: Path
     done: int                                    # finished steps
+    baselines: dict[str, Callable[[Problem, SandboxPool], Problem]]
     position: dict | None = None                 # of the data after the last finished step
 
     def loop(self) -> None:
         self.position = self.stream.state_dict()
         if self.held_out and self.done == 0:
-            self.reporter.evaluated("before", self._evaluate())
+            self.reporter.evaluated("before", self._evaluate(self.cfg, self._mine()))
         while self.done < self.cfg.steps:
             self.step()
             last = self.done == self.cfg.steps
             if self.held_out and (last or self.cfg.eval_every and self.done % self.cfg.eval_every == 0):
-                self.reporter.evaluated("after" if last else f"step {self.done}", self._evaluate())
+                self.reporter.evaluated("after" if last else f"step {self.done}", self._evaluate(self.cfg, self._mine()))
             if last or self.done % self.cfg.save_every == 0:
                 self.save()
-        self.reporter.finish(self.done)
+        direct = replace(self.cfg, template="direct", max_turns=0, max_images=99, max_prompt_tokens=1 << 20)
+        table = {label: self._evaluate(direct, [change(problem, self.pool) for problem in self._mine()])
+                 for label, change in self.baselines.items()}
+        self.reporter.finish(self.done, table)
 
     def step(self) -> None:
         """Sample until there is enough to learn from, update once, report."""
@@ -450,12 +459,14 @@ class Run:
             raise Stopped
         return [value for value, _ in pairs]
 
-    def _evaluate(self) -> dict[str, float]:
-        mine = self.held_out[self.ranks.rank::self.ranks.world]
+    def _mine(self) -> list[Problem]:
+        return self.held_out[self.ranks.rank::self.ranks.world]
+
+    def _evaluate(self, cfg: Config, problems: list[Problem]) -> dict[str, float]:
         with self.reporter.progress("evaluate", self.stop.check) as bars:
-            bars.expect(len(mine))
+            bars.expect(len(problems))
             try:
-                rows = evaluate(self.learner.policy, mine, self.cfg, self.pool, self.ranks.rank, bars.tick)
+                rows = evaluate(self.learner.policy, problems, cfg, self.pool, self.ranks.rank, bars.tick)
             except Stopped:
                 rows = []
             return report.evaluation([row for part in self._gather(rows) for row in part])

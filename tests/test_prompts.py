@@ -2,13 +2,14 @@
 
 import ast
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from pyvision_mini.prompts import (CODE_STOP, SUPPRESSED, TEMPLATES, Action, Control, describe_video, observation_segments,
-                                   parse_action, prompt_segments)
+from pyvision_mini.prompts import (TEMPLATES, Action, Control, describe_video, observation_segments, parse_action,
+                                   prompt_segments)
 from pyvision_mini.trajectory import Problem
 
 PACKAGE = Path(__file__).parent.parent / "pyvision_mini"
@@ -43,19 +44,13 @@ def test_a_turn_means_what_its_last_complete_block_says(text, kind, content):
 
 def test_the_prompt_has_one_system_turn_tagged_images_and_an_open_assistant_turn():
     problem = Problem("p", "Which one?", "A", "choice", ["red", "blue"], images=("a.png", "b.png"))
-    text = "".join(prompt_segments(problem, SHORT))
-    assert text == ("<|im_start|>system\nLook with Python, then answer.<|im_end|>\n<|im_start|>user\n"
-                    "<image_clue_0><|vision_start|><|image_pad|><|vision_end|></image_clue_0>\n"
-                    "<image_clue_1><|vision_start|><|image_pad|><|vision_end|></image_clue_1>\n"
-                    "Which one?\n(A) red\n(B) blue<|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_a_question_that_spells_control_tokens_stays_plain_text():
-    question = "What does <|im_end|> or <|image_pad|> mean?"
-    segments = prompt_segments(Problem("p", question, ""), SHORT)
-    assert [str(s) for s in segments if isinstance(s, Control)] == [
-        "<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>", "<|im_start|>"]
-    assert any(question in s for s in segments if not isinstance(s, Control))
+    assert "".join(prompt_segments(problem, SHORT)) == (
+        "<|im_start|>system\nLook with Python, then answer.<|im_end|>\n<|im_start|>user\n"
+        "<image_clue_0><|vision_start|><|image_pad|><|vision_end|></image_clue_0>\n"
+        "<image_clue_1><|vision_start|><|image_pad|><|vision_end|></image_clue_1>\n"
+        "Which one?\n(A) red\n(B) blue<|im_end|>\n<|im_start|>assistant\n")
+    question = "What does <|im_end|> mean?"                                           # spelled out it is no control token
+    assert question in [s for s in prompt_segments(Problem("p", question, ""), SHORT) if not isinstance(s, Control)]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -69,31 +64,18 @@ def test_the_hints_name_only_the_media_that_are_there(name):
     assert ("full resolution" in with_image) == (name in ("paper", "released")) and "full resolution" not in with_video
 
 
-def observation(*args, template=SHORT, closed=False):
-    return "".join(observation_segments(*args, template, closed))
-
-
 def test_an_observation_closes_the_turn_shows_text_then_figures_and_opens_the_next_turn():
-    assert observation("hi\n", 1, 2) == (
-        "<|im_end|>\n<|im_start|>user\n<interpreter>\nhi\n"
-        "<image_clue_1><|vision_start|><|image_pad|><|vision_end|></image_clue_1>\n"
+    assert "".join(observation_segments("hi\n", 1, 2, SHORT, closed=False)) == (
+        "<|im_end|>\n<|im_start|>user\n<interpreter>\nhi\n<image_clue_1><|vision_start|><|image_pad|><|vision_end|></image_clue_1>\n"
         "<image_clue_2><|vision_start|><|image_pad|><|vision_end|></image_clue_2>\n"
         "</interpreter><|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_a_sampled_end_of_turn_is_not_closed_twice_and_silence_is_said():
-    assert observation(" \n", 0, 0, closed=True) == (
+def test_a_sampled_end_is_not_closed_twice_silence_is_said_and_released_weights_get_their_own_wrapper():
+    assert "".join(observation_segments(" \n", 0, 0, SHORT, closed=True)) == (
         "\n<|im_start|>user\n<interpreter>\n(no output)\n</interpreter><|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_the_released_weights_get_the_wrapper_they_saw_in_training():
-    assert observation("3", 0, 0, template=TEMPLATES["released"]) == (
-        "<|im_end|>\n<|im_start|>user\n<tool_response>\nText Result:\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_exactly_the_ids_of_media_are_suppressed_and_code_stops_at_its_closing_tag():
-    assert set(SUPPRESSED) == {"<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"}
-    assert CODE_STOP == "</code>"
+    assert "".join(observation_segments("3", 0, 0, TEMPLATES["released"], closed=True)) == (
+        "\n<|im_start|>user\n<tool_response>\nText Result:\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 
 # --- the package ------------------------------------------------------------------------------------------------------
@@ -125,8 +107,8 @@ def test_imports_point_only_up_the_reading_order():
 
 
 def test_the_sandbox_child_never_imports_torch():
-    code = ("import sys, pyvision_mini.images; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))")
-    import subprocess
+    assert imported(TREES["sandbox_worker"]) == {"images"}
+    code = "import sys, pyvision_mini.images; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
 
 
@@ -134,7 +116,6 @@ def test_no_function_has_more_than_a_hundred_lines():
     long = [(name, node.name, node.end_lineno - node.lineno + 1) for name, tree in TREES.items() for node in ast.walk(tree)
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno - node.lineno >= 100]
     assert long == []
-
 
 def test_no_file_takes_the_name_of_a_standard_module():
     assert "select" in sys.stdlib_module_names and set(TREES) & set(sys.stdlib_module_names) == set()

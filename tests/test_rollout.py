@@ -1,0 +1,465 @@
+"""Multi-turn rollouts with scripted turns: the tokens are forced, the log-probs recorded are the model's own for them."""
+
+from contextlib import nullcontext
+from math import isnan
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import GenerationConfig
+
+from pyvision_mini import rollout as module
+from pyvision_mini.config import Config
+from pyvision_mini.grpo import policy_loss, token_logprobs
+from pyvision_mini.prompts import IM_END
+from pyvision_mini.reward import score
+from pyvision_mini.sandbox import SandboxError
+from pyvision_mini.trainer import Scorer, collate
+from pyvision_mini.trajectory import EndReason, Problem
+
+ANSWER = "<answer>\n\\boxed{red}\n</answer>"
+
+
+def code(line: str) -> str:
+    return f"Look.\n<code>\n```python\n{line}\n```\n</code>"
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def ask(name: str, *images, question: str = "What color is the dot?") -> Problem:
+    return Problem(name, question, "red", images=images)
+
+
+SMALL, BIG = noise(60, 60), noise(400, 300, 1)               # 4 and 4x3 tokens
+CROP = code("image_clue_0.crop((0, 0, 28, 56)).show()")
+
+
+@pytest.fixture
+def play(policy, pool, monkeypatch):
+    """play((problem, [script, ..]), ..) → trajectories in order. A script is a list of turns, each a text or token ids."""
+    scripts, opened, forced = {}, {}, []
+    open_rows, generate = module._open_rows, module._History.generate
+
+    def open_scripted(*args):
+        rows = open_rows(*args)
+        for row in rows:
+            name = row.traj.problem.id
+            row.script, opened[name] = scripts[name][opened.get(name, 0)], opened.get(name, 0) + 1
+        return rows
+
+    def encode(turn):
+        if not isinstance(turn, str):
+            return turn
+        return policy.encode([turn] if "</code>" in turn else [turn, IM_END])
+
+    def generate_forced(history, *args):
+        forced[:] = [encode(row.script[len(row.traj.turns)]) for row in history.rows]
+        return generate(history, *args)
+
+    class Forced(module._Recorder):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.turns = list(forced)
+
+        def __call__(self, input_ids, scores):
+            scores = torch.full_like(super().__call__(input_ids, scores), -torch.inf)
+            for b, ids in enumerate(self.turns):
+                scores[b, ids[len(self.logps)] if len(self.logps) < len(ids) else 0] = 0
+            return scores
+
+    monkeypatch.setattr(module, "_open_rows", open_scripted)
+    monkeypatch.setattr(module._History, "generate", generate_forced)
+    monkeypatch.setattr(module, "_Recorder", Forced)
+
+    def play(*games, pool=pool, tick=lambda kind, n: None, **config):
+        for problem, its_scripts in games:
+            scripts[problem.id], opened[problem.id] = its_scripts, 0
+        groups = module.rollout(policy, [problem for problem, _ in games], Config(**config), pool, tick=tick,
+                                n_samples=len(games[0][1]))
+        trajs = [traj for group in groups for traj in group.trajectories]
+        for traj in trajs:                                   # true of every trajectory, whatever happened
+            assert traj.consistent and traj.ids.count(policy.image_id) == traj.n_visual_tokens
+            assert sum(turn.n_tokens for turn in traj.turns) == sum(traj.action_mask)
+            assert [isnan(logp) for logp in traj.logps] == [not m for m in traj.action_mask]
+        return trajs
+    return play
+
+
+def sample(policy, pool, problems, seed=0, **config):
+    """An unscripted rollout."""
+    cfg = Config(**{"group_size": 2, "max_turn_tokens": 12, **config})
+    return [traj for group in module.rollout(policy, problems, cfg, pool, seed) for traj in group.trajectories]
+
+
+def sampled(traj) -> list[int]:
+    return [i for i, m in zip(traj.ids, traj.action_mask) if m]
+
+
+def assert_exact(policy, trajs, temperature=1.0):
+    """Recorded log-probs = one forward per row from pixels, without cache, padding or positions of ours."""
+    for traj in trajs:
+        ids_1T = torch.tensor([traj.ids])
+        pixels = policy.processor.image_processor(images=traj.images, return_tensors="pt") if traj.images else {}
+        with torch.no_grad():
+            logits = policy.model(input_ids=ids_1T, mm_token_type_ids=(ids_1T == policy.image_id).int(), use_cache=False,
+                                  **pixels).logits
+        wanted = token_logprobs(logits, ids_1T, temperature, policy.suppressed)[0]
+        gaps = [abs(logp - w) for logp, w, m in zip(traj.logps, wanted.tolist(), traj.action_mask) if m]
+        assert max(gaps) < 1e-4, f"{traj.problem.id}: {max(gaps)}"
+
+
+def assert_scored(policy, trajs, temperature=1.0):
+    """Recorded log-probs = the update's padded batch forward."""
+    with torch.no_grad():
+        logp_BT, _ = Scorer(policy, temperature, False)(collate(policy, trajs))
+    for traj, logp_T in zip(trajs, logp_BT.tolist()):
+        assert [logp for logp in traj.logps if not isnan(logp)] == pytest.approx(
+            [logp for logp, m in zip(logp_T, traj.action_mask) if m], abs=1e-4)
+
+
+# --- exactness --------------------------------------------------------------------------------------------------------
+
+GAMES = [(ask("big", BIG), [[CROP, code("print(1)"), ANSWER], [ANSWER]]),                      # one row ends early
+         (ask("text", question="Which? " * 20), [[code("plt.plot([1, 2]); plt.show()"), ANSWER],
+                                                 [code("1 / 0"), code("x = 1"), code("Image.new('RGB', (90, 60)).show()"), ANSWER]]),
+         (ask("two", SMALL, BIG), [["hm"], [code("print('a' * 40)\nimage_clue_1.show(); image_clue_0.show()"), CROP, ANSWER]])]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.4, 1.7])
+def test_every_log_prob_is_that_of_a_full_forward(policy, play, temperature):
+    trajs = play(*GAMES, temperature=temperature)
+    assert [len(traj.images) for traj in trajs] == [2, 1, 1, 1, 2, 5]
+    assert_exact(policy, trajs, temperature)
+    assert_scored(policy, trajs, temperature)
+
+
+def test_two_interleaved_rollouts_do_not_disturb_each_other(policy, play):
+    inner, count = [], iter(range(10**6))
+
+    def tick(kind, n):                                       # in the middle of the first and of the second turn
+        if kind == "tokens" and next(count) in (5, 40):
+            inner.extend(play((ask("inner", SMALL, SMALL), [[CROP, ANSWER], [ANSWER]])))
+
+    outer = play(*GAMES, tick=tick)
+    assert len(inner) == 4
+    assert_exact(policy, outer + inner)
+
+
+def test_a_row_has_the_same_log_probs_in_a_batch_and_alone(play):
+    short = ask("short", SMALL), [[CROP, ANSWER], ["hm"]]
+    long = ask("long", BIG, SMALL, BIG, question="Which? " * 90), [[ANSWER], [code("print('b' * 50)"), CROP, ANSWER]]
+    together = play(short, long)
+    alone = play(short) + play(long)
+    for a, b in zip(together, alone):
+        assert a.ids == b.ids
+        assert a.logps == pytest.approx(b.logps, abs=1e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_fewer_rows_at_once_than_the_group_has_change_nothing(policy, play, rows):
+    scripts = [[CROP, ANSWER], [ANSWER], [code("print(2)"), "hm"]]
+    trajs = play((ask("a", SMALL), scripts), (ask("b"), [[ANSWER]] * 3), rollout_rows=rows)
+    assert [(t.problem.id, len(t.turns)) for t in trajs] == [("a", 2), ("a", 1), ("a", 2), ("b", 1), ("b", 1), ("b", 1)]
+    assert_exact(policy, trajs)
+
+
+def test_attention_implementations_agree_over_a_cache_with_holes(policy):
+    assert module.attention_gap(policy, "eager") < 1e-5
+    assert policy.model.config._attn_implementation == "sdpa"
+    assert module.choose_attention(policy).startswith("sdpa")
+
+
+# --- tokens and masks -------------------------------------------------------------------------------------------------
+
+# Of the released Qwen2.5-VL checkpoints.
+QWEN = """{% set image_count = namespace(value=0) %}{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system
+You are a helpful assistant.<|im_end|>
+{% endif %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}<|im_end|>
+{% else %}{% for content in message['content'] %}{% if content['type'] == 'image' or 'image' in content %}{% set image_count.value = image_count.value + 1 %}{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize("template", [None, QWEN], ids=["tiny checkpoint", "released checkpoints"])
+def test_a_conversation_of_three_turns_is_one_render_of_the_chat_template(policy, play, template):
+    show = code("image_clue_0.crop((0, 0, 28, 56)).show()\nprint('hi')")
+    traj, _ = play((ask("p", BIG), [[show, "```python\nx = 1\n```", ANSWER], [ANSWER]]))
+    image, text = {"type": "image"}, lambda value: {"type": "text", "text": value}
+    messages = [
+        {"role": "system", "content": "Look with Python, then answer."},
+        {"role": "user", "content": [text("<image_clue_0>"), image, text("</image_clue_0>\n"), text("What color is the dot?")]},
+        {"role": "assistant", "content": [text(show)]},
+        {"role": "user", "content": [text("<interpreter>\nhi\n<image_clue_1>"), image, text("</image_clue_1>\n</interpreter>")]},
+        {"role": "assistant", "content": "```python\nx = 1\n```"},
+        {"role": "user", "content": "<interpreter>\n(no output)\n</interpreter>"},
+        {"role": "assistant", "content": ANSWER}]
+    whole = policy.processor.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert whole.count("system\n") == 1 and whole.count("<|im_end|>\n") == 7
+    ids = policy.processor(text=[whole], images=traj.images)["input_ids"][0]
+    assert traj.ids == ids[:-1] and policy.decode(ids[-1:]) == "\n"      # the last turn ends with its sampled stop
+    open_turn = policy.processor.apply_chat_template(messages[:2], chat_template=template, tokenize=False,
+                                                     add_generation_prompt=True)
+    assert traj.ids[:traj.n_prompt] == policy.processor(text=[open_turn], images=traj.images[:1])["input_ids"][0]
+
+
+def test_each_turn_is_trained_up_to_the_stop_that_was_sampled_and_not_beyond(policy, play):
+    end, stop = policy.stop_ids
+    turns = [policy.encode([CROP]), policy.encode([CROP + "\n"]), policy.encode(["```python\n1\n```", IM_END]),
+             policy.encode(["<code>1</code>"]), policy.encode([ANSWER]) + [stop]]
+    assert policy.decode(turns[1][-1:]) == ">\n"             # a token that completes </code> and goes on
+    traj, other = play((ask("p", SMALL), [turns, ["hm"]]))
+    assert sampled(traj) == sum(turns, []) and sampled(other) == policy.encode(["hm", IM_END])
+    assert (traj.end, other.end) == (EndReason.ANSWERED, EndReason.NO_ACTION)
+    # After </code> the turn is closed for the model, after a sampled <|im_end|> only the newline is missing.
+    ends = [i for i in range(traj.n_prompt, len(traj.ids) - 1) if traj.action_mask[i] and not traj.action_mask[i + 1]]
+    closing = [policy.tokenizer.convert_ids_to_tokens(traj.ids[i + 1:i + 4]) for i in ends]
+    assert closing == [["<|im_end|>", "Ċ", "<|im_start|>"]] * 2 + [["Ċ", "<|im_start|>", "u"]] + [["<|im_end|>", "Ċ", "<|im_start|>"]]
+
+
+def test_junk_outside_the_mask_moves_neither_loss_nor_gradient(policy, play):
+    trajs, scorer, found = play((ask("p", SMALL), [[CROP, ANSWER], ["hm"]])), Scorer(policy, 1.0, False), []
+    batch = collate(policy, trajs)
+    for junk in (float("nan"), 1e9):
+        old_BT = torch.full(batch.ids_BT.shape, junk)
+        for i, traj in enumerate(trajs):
+            old_BT[i, :len(traj.ids)] = torch.tensor(traj.logps).nan_to_num(junk) + 0.1
+        scorer.zero_grad()
+        loss, _ = policy_loss(scorer(batch)[0], old_BT, torch.tensor([1.0, -1.0]), batch.action_BT, 10)
+        loss.backward()
+        found.append((loss.item(), scorer.lm_head.weight.grad.clone()))
+    scorer.zero_grad()
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1]) and found[0][1].abs().sum() > 0
+
+
+def test_tokens_that_do_not_survive_decoding_stay_bit_identical(policy, play):
+    half = policy.encode(["é"])[:1]                          # the first of two bytes
+    turn = half + sum((policy.encode([c]) for c in "<code>print(7)</code>"), [])
+    assert policy.encode([policy.decode(turn)]) != turn
+    traj, _ = play((ask("p"), [[turn, half + policy.encode([ANSWER, IM_END])], [half + [policy.stop_ids[0]]]]))
+    assert sampled(traj) == turn + half + policy.encode([ANSWER, IM_END])
+    assert (traj.turns[0].result.text.strip(), traj.end) == ("7", EndReason.ANSWERED)
+    assert_exact(policy, [traj])
+
+
+def test_printed_control_tokens_are_plain_text(policy, play):
+    traj, _ = play((ask("p", SMALL), [[code("print('<|im_end|><|image_pad|><|vision_start|>')"), ANSWER], ["hm"]]))
+    observed = traj.ids[traj.n_prompt + traj.turns[0].n_tokens:][:traj.turns[0].n_observation_tokens]
+    assert "<|im_end|><|image_pad|><|vision_start|>" in policy.decode(observed)
+    assert observed.count(policy.stop_ids[0]) == 2 and traj.n_visual_tokens == 4
+    assert_exact(policy, [traj])
+
+
+# --- stops and ends ---------------------------------------------------------------------------------------------------
+
+
+def test_tags_in_the_prompt_stop_and_score_nothing_and_each_row_stops_on_its_own(play):
+    question = "Is </code> or <answer>red</answer> <code>print(1)</code> better?"
+    scripts = [["<code>1</code>", ANSWER], ["Look. " * 8], ["one </code> more"], ["Look.\n<CODE>print(3)</CODE>", ANSWER]]
+    trajs = play((ask("p", question=question), scripts), max_turn_tokens=60)
+    assert [[turn.kind for turn in traj.turns] for traj in trajs] == [["code", "answer"], ["none"], ["none"], ["code", "answer"]]
+    assert [traj.turns[0].text for traj in trajs] == ["<code>1</code>", "Look. " * 8, "one </code>", "Look.\n<CODE>print(3)</CODE>"]
+    for traj in trajs:
+        score(traj, Config())
+    assert [traj.correct for traj in trajs] == [1, 0, 0, 1]
+
+
+LAST = [(["hm"], EndReason.NO_ACTION, 0), ([ANSWER], EndReason.ANSWERED, 1), ([CROP, ANSWER], EndReason.ANSWERED, 1.1),
+        ([CROP, code("1 / 0"), ANSWER], EndReason.ANSWERED, 1.1), ([CROP, CROP, CROP], EndReason.OUT_OF_TURNS, 0),
+        ([CROP, CROP, f"{ANSWER}<code>x</code>"], EndReason.ANSWERED, 1.2), (["<answer> </answer>"], EndReason.NO_ACTION, 0),
+        ([f"<interpreter>1</interpreter> {CROP[:-7]}"], EndReason.NO_ACTION, 0)]
+
+
+def test_every_way_to_end_has_its_reason_and_its_reward(play):
+    trajs = play((ask("p", SMALL), [turns for turns, _, _ in LAST]), max_turns=2)
+    for traj, (_, end, reward) in zip(trajs, LAST):
+        score(traj, Config())
+        assert (traj.end, traj.reward) == (end, pytest.approx(reward)), traj.turns
+    assert [turn.result is None for turn in trajs[4].turns] == [False, False, True]  # code in the last turn does not run
+    answered, code_only = play((ask("p", SMALL), [[ANSWER], [CROP]]), max_turns=0)
+    assert (answered.end, code_only.end) == (EndReason.ANSWERED, EndReason.OUT_OF_TURNS)
+
+
+def test_a_turn_cut_by_its_limit_is_too_long_whatever_it_holds(policy, play):
+    trajs = play((ask("p", SMALL), [[CROP], [policy.encode([ANSWER + " so"])], [policy.encode(["```python\n1\n``` and so"])],
+                                    [CROP, ANSWER]]), max_turn_tokens=9)
+    assert [(traj.end, len(sampled(traj)), traj.turns[0].result) for traj in trajs] == [(EndReason.TOO_LONG, 9, None)] * 4
+    exact = len(policy.encode([ANSWER, IM_END]))             # the stop is the last token allowed
+    assert [traj.end for traj in play((ask("p"), [[ANSWER], [ANSWER]]), max_turn_tokens=exact)] == [EndReason.ANSWERED] * 2
+
+
+def test_an_observation_that_does_not_fit_is_left_out_whole(policy, play):
+    game = ask("p", BIG), [[code("image_clue_0.show()"), ANSWER], [ANSWER]]
+    turn = play(game)[0].turns[0]
+    full = turn.n_tokens + turn.n_observation_tokens
+    assert turn.n_observation_tokens > 12
+    for budget, n_images, n_turns in ((full - 8, 1, 1), (full, 1, 1), (full + 1, 2, 2)):
+        traj = play(game, max_response_tokens=budget)[0]
+        assert (traj.end, len(traj.images), len(traj.turns)) == (EndReason.TOO_LONG, n_images, n_turns)
+        assert len(traj.ids) - traj.n_prompt == (turn.n_tokens if n_turns == 1 else budget)   # nothing of it, or all
+        assert_exact(policy, [traj])
+    traj, other = play(game, max_images=1)
+    assert (traj.end, len(traj.images), other.end) == (EndReason.TOO_LONG, 1, EndReason.ANSWERED)
+
+
+def test_a_prompt_over_its_limits_ends_whole_before_anything_is_sampled(play):
+    ended = []
+    trajs = play((ask("p", BIG, SMALL), [[ANSWER]] * 2), (ask("q", BIG), [[ANSWER]] * 2),
+                 (ask("r", SMALL, question="Which? " * 60), [[ANSWER]] * 2), max_images=1, max_prompt_tokens=100,
+                 tick=lambda kind, n: ended.append(n * (kind == "trajectories")))
+    assert [traj.end for traj in trajs] == [EndReason.PROMPT_TOO_LONG] * 2 + [EndReason.ANSWERED] * 2 + [EndReason.PROMPT_TOO_LONG] * 2
+    assert [len(traj.ids) == traj.n_prompt for traj in trajs] == [True, True, False, False, True, True]
+    assert sum(ended) == 6
+
+
+def test_with_end_on_error_a_failed_call_ends_the_trajectory(play):
+    failed, fine = play((ask("p"), [[code("1 / 0"), ANSWER], [code("x = 1"), ANSWER]]), end_on_error=True)
+    assert (failed.end, failed.turns[0].result.status, fine.end) == (EndReason.CODE_ERROR, "error", EndReason.ANSWERED)
+
+
+def broken_pool(*, opens: bool):
+    def fail(*_, **__):
+        raise SandboxError("no sandbox")
+    return SimpleNamespace(open=(lambda **_: SimpleNamespace(run=fail, close=fail)) if opens else fail)
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_sandbox_that_cannot_serve_is_a_counted_end(play, opens):
+    failed, fine = play((ask("p"), [[code("x = 1"), ANSWER], [ANSWER]]), pool=broken_pool(opens=opens))
+    assert (failed.end, fine.end) == (EndReason.TOOL_FAILURE, EndReason.ANSWERED)
+
+
+def test_an_unreadable_image_is_a_counted_end_and_the_others_go_on(policy, play, tmp_path):
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    games = [(ask(name, *images), [[CROP, ANSWER]] * 2) for name, images in (
+        ("file", [SMALL, tmp_path / "bad.png"]), ("fine", [SMALL]), ("missing", [tmp_path / "none.png"]), ("thin", [noise(201, 1)]))]
+    trajs = play(*games)
+    assert [traj.end for traj in trajs[::2]] == [EndReason.TOOL_FAILURE, EndReason.ANSWERED, EndReason.TOOL_FAILURE, EndReason.TOOL_FAILURE]
+    assert [len(traj.ids) > 0 for traj in trajs[::2]] == [False, True, False, False]
+    assert_exact(policy, trajs[2:4])
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def test_variables_and_image_names_last_over_turns(policy, play):
+    traj, _ = play((ask("p", BIG), [[code("x = 5\nimage_clue_0.crop((0, 0, 40, 60)).show()"),
+                                     code("image_clue_1.rotate(90, expand=True).show(); print(x, image_clue_1.size)"),
+                                     code("print(image_clue_2.size)"), ANSWER], ["hm"]]))
+    assert [turn.result.text.strip() for turn in traj.turns[:3]] == ["", "5 (40, 60)", "(60, 40)"]
+    text = policy.decode(traj.ids)
+    assert [text.count(f"<image_clue_{k}>") for k in range(4)] == [1, 1, 1, 0] and len(traj.images) == 3
+
+
+def test_a_call_that_only_shows_an_input_again_is_a_no_op(play):
+    lines = ["image_clue_0.show()", "image_clue_1.show()\nimage_clue_0.show()", "image_clue_0.show()\nprint(1)", "x = 1",
+             "image_clue_0.crop((0, 0, 40, 60)).show()", "image_clue_0.show()\nimage_clue_0.rotate(90).show()"]
+    trajs = play((ask("p", BIG, SMALL), [[code(line), ANSWER] for line in lines]))
+    assert [traj.turns[0].no_op for traj in trajs] == [True, True, False, False, False, False]
+
+
+def test_rows_of_a_group_cannot_see_each_other(play):
+    image = SMALL.copy()
+    vandal = "import os\nx = 1\nimage_clue_0.paste((0, 0, 0), (0, 0, 60, 60))\nos.mkdir('d'); os.chdir('d')"
+    look = "import os\nprint(image_clue_0.getpixel((5, 5)), os.path.basename(os.getcwd()) == 'd')"
+    a, b = play((ask("p", image), [[code(vandal), code(look), ANSWER], [code("y = 1"), code(look), code("print(x)"), ANSWER]]))
+    assert a.turns[1].result.text.strip() == "(0, 0, 0) True"
+    assert b.turns[1].result.text.strip() == f"{SMALL.getpixel((5, 5))} False"
+    assert b.turns[2].result.status == "error" and "NameError" in b.turns[2].result.text
+    assert image.tobytes() == SMALL.tobytes()
+
+
+BAD_BOXES = ["(10, 10, 10, 50)", "(10, 10, 50, 10)", "(50, 50, 10, 10)", "(0, 0, float('nan'), 9)", "(900, 900, 950, 950)"]
+
+
+def test_a_crop_that_holds_nothing_is_an_error_observation_and_adds_no_image(play):
+    lines = [f"image_clue_0.crop({box}).show()" for box in BAD_BOXES] + ["Image.new('RGB', (201, 1)).show()"]
+    for traj in play((ask("p", SMALL), [[code(line), ANSWER] for line in lines])):
+        assert (traj.turns[0].result.status, len(traj.images), traj.end) == ("error", 1, EndReason.ANSWERED)
+        assert traj.turns[0].result.text.strip()
+
+
+def test_tool_images_of_any_size_arrive_under_the_limits(policy, play):
+    sizes = [(1, 1), (5, 5), (27, 300), (672, 4), (4, 672), (10_000, 10_000)]
+    trajs = play((ask("p"), [[code(f"Image.new('L', {size}).show()"), ANSWER] for size in sizes]))
+    for size, traj in zip(sizes, trajs):
+        assert traj.end == EndReason.ANSWERED and len(traj.images) == (traj.turns[0].result.status == "ok"), size
+        assert all(56 * 56 <= i.width * i.height <= 112 * 112 for i in traj.images)
+        assert traj.n_visual_tokens >= 4 * len(traj.images)
+    assert sum(len(traj.images) for traj in trajs) >= 5      # the largest may be refused
+    assert_exact(policy, trajs[2:5])
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def test_ids_of_media_are_never_sampled_however_likely(policy, pool):
+    def bias(module, args, logits):
+        logits[..., list(policy.suppressed)] += 50
+        return logits
+
+    hook = policy.model.lm_head.register_forward_hook(bias)
+    try:
+        trajs = sample(policy, pool, [ask("p", SMALL)], group_size=4)
+        assert all(len(sampled(traj)) for traj in trajs) and not {*sum(map(sampled, trajs), [])} & {*policy.suppressed}
+        assert_scored(policy, trajs)
+    finally:
+        hook.remove()
+
+
+def test_the_checkpoints_generation_config_does_not_leak_into_sampling(policy, pool):
+    greedy = GenerationConfig(do_sample=True, temperature=1e-6, top_k=1, top_p=0.001, repetition_penalty=1.05)
+    flat_V = torch.full((len(policy.tokenizer),), -1e4)
+    flat_V[:4] = torch.tensor([0.1, 0.2, 0.3, 0.4]).log() + 20    # far from 0, where a penalty would show
+    before, policy.model.generation_config = policy.model.generation_config, greedy
+    hook = policy.model.lm_head.register_forward_hook(lambda module, args, logits: flat_V.expand_as(logits).clone())
+    try:
+        trajs = sample(policy, pool, [ask("p")], group_size=32, max_turn_tokens=40)
+        assert policy.model.generation_config is greedy
+    finally:
+        hook.remove()
+        policy.model.generation_config = before
+    tokens = torch.tensor([sampled(traj) for traj in trajs])
+    assert tokens.shape == (32, 40)
+    frequencies = torch.bincount(tokens.flatten(), minlength=4) / tokens.numel()
+    torch.testing.assert_close(frequencies, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.05, rtol=0)   # sigma is 0.014
+    logps = torch.tensor([traj.logps for traj in trajs])[:, -40:]
+    torch.testing.assert_close(logps.exp(), tokens.add(1) / 10, atol=1e-4, rtol=0)
+
+
+def test_a_seed_fixes_the_rollout_and_the_global_generator_is_left_alone(policy, pool):
+    state, problems = torch.get_rng_state(), [ask("p", SMALL), ask("q")]
+    a, b, c = (sample(policy, pool, problems, seed) for seed in (1, 1, 2))
+    assert [(t.ids, str(t.logps)) for t in a] == [(t.ids, str(t.logps)) for t in b]
+    assert all(x.ids != y.ids for x, y in zip(a, c)) and a[0].ids != a[1].ids
+    assert torch.equal(torch.get_rng_state(), state)
+    assert module.mix_seed(0, 1, 0) != module.mix_seed(0, 0, 1) != module.mix_seed(1, 0, 0)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_dropout_is_off_while_sampling_and_the_models_state_comes_back(policy, pool, mode, fails):
+    layers, generation = policy.model.model.language_model.layers, policy.model.generation_config
+
+    def tick(kind, n):
+        if kind == "generate" and fails:
+            raise KeyError("stop")
+
+    for layer in layers:
+        layer.self_attn.attention_dropout = 0.5
+    policy.model.train(mode)
+    try:
+        with pytest.raises(KeyError) if fails else nullcontext():
+            groups = module.rollout(policy, [ask("p", SMALL)], Config(max_turn_tokens=8), pool, n_samples=2, tick=tick)
+        assert policy.model.training is mode and policy.model.generation_config is generation
+        policy.model.eval()
+        if not fails:
+            assert_exact(policy, groups[0].trajectories)
+    finally:
+        for layer in layers:
+            layer.self_attn.attention_dropout = 0.0
+        policy.model.eval()
