@@ -38,7 +38,7 @@ SPLITS = {"train": 0, "val": 1, "test": 2, "lessons": 3}
 COLORS = {"red": (228, 28, 28), "green": (28, 228, 28), "blue": (28, 28, 228),
           "cyan": (28, 228, 228), "magenta": (228, 28, 228), "yellow": (228, 228, 28)}
 QUARTERS = ["first", "second", "third", "fourth"]
-SIZE, HALF, DOT, RING = 672, 336, 12, 17         # pixels of the image, its quadrants, the dot's and the ring's radius
+SIZE, HALF, DOT, RING = 672, 336, 10, 14         # pixels of the image, its quadrants, the dot's and the ring's radius
 QUADRANTS = {"top left": (0, 0, HALF, HALF), "top right": (HALF, 0, SIZE, HALF),
              "bottom left": (0, HALF, HALF, SIZE), "bottom right": (HALF, HALF, SIZE, SIZE)}
 FRAME, SHRINK = 224, 1.5                         # a clip's frame shows the dot as a quadrant does: 336 / 224
@@ -334,7 +334,7 @@ def main() -> None:
     """Train the cold start: first pictures → answers at once, then whole teacher trajectories."""
     started, rng = time.time(), np.random.default_rng(0)
     torch.set_num_threads(1)                     # the batches are too small for more
-    n_clips, batch, first, second = 300, 64, 550, 650
+    n_clips, batch, first, second = 300, 64, 600, 450
     clips = [video_scene(_rng("lessons", 0, i), f"clip-lessons-{i}", clip_folder()) for i in range(n_clips)]
     with SandboxPool(workers=1) as pool:
         errors = Errors(pool, [image_scene(_rng("lessons", 1, 0)), *clips])
@@ -346,12 +346,10 @@ def main() -> None:
     policy = build_policy(corpus, EMBEDDED)
     policy.model.requires_grad_(True)
     lessons, scorer = Lessons(policy, errors), Scorer(policy, 1.0, checkpointing=False)
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1.5e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-3, total_steps=first + second, pct_start=0.05)
+    optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
 
-    def direct(i: int, side: int) -> Trajectory:
-        clip = rng.random() < (0.5 if side == HALF else 0)
-        scene = clips[rng.integers(n_clips)] if clip else image_scene(_rng("lessons", 3, i))
+    def direct(i: int, side: int, share: float) -> Trajectory:
+        scene = clips[rng.integers(n_clips)] if rng.random() < share else image_scene(_rng("lessons", 3, i))
         return lessons.trajectory(*direct_lesson(scene, rng, side), scene.about, template="direct")
 
     def taught(i: int) -> Trajectory:
@@ -359,11 +357,14 @@ def main() -> None:
         return lessons.trajectory(scene.problem, teach(scene, rng), scene.about)
 
     for step in (bar := tqdm(range(first + second), desc="cold start")):
+        if step in (0, first):                   # each part warms up, and cools down to zero
+            peak, n = (1.5e-3, first) if step < first else (8e-4, second)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, total_steps=n, pct_start=0.05)
         if step < first:                         # the dot is large at first and shrinks to its size in a quadrant
-            side = min(HALF - 1, 112 + step * (HALF - 112) // (first // 2))
-            trajs = [direct(step * batch + i, side) for i in range(batch)]
+            side = min(HALF, 112 + step * (HALF - 112) // (first // 2))
+            trajs = [direct(step * batch + i, side, 0.0) for i in range(batch)]
         else:
-            trajs = [direct(step * batch + i, HALF) for i in range(8)] + [taught(step * batch + i) for i in range(24)]
+            trajs = [direct(step * batch + i, HALF, 0.5) for i in range(8)] + [taught(step * batch + i) for i in range(24)]
         optimizer.zero_grad()
         loss = lessons.backward(scorer, trajs)
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
@@ -372,7 +373,7 @@ def main() -> None:
         bar.set_postfix(loss=f"{loss:.4f}")
         if (step + 1) % 100 == 0:
             right = picture_accuracy(policy, lessons, [image_scene(_rng("lessons", 5, i)) for i in range(96)])
-            print(f"step {step + 1}: loss {loss:.4f}, right crop named {right:.3f}, {time.time() - started:.0f} s")
+            tqdm.write(f"step {step + 1}: loss {loss:.4f}, right crop named {right:.3f}, {time.time() - started:.0f} s")
             policy.model.save_pretrained(EMBEDDED)
     print(f"wrote {EMBEDDED} in {time.time() - started:.0f} s")
 

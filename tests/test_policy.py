@@ -17,9 +17,6 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-# --- one conversion to upright RGB ------------------------------------------------------------------------------------
-
-
 def row(mode: str, *pixels, **info) -> Image.Image:
     image = Image.new(mode, (len(pixels), 1))
     if mode == "P":
@@ -65,7 +62,7 @@ def test_a_rotated_photo_is_turned_upright_and_the_original_is_left_alone(tmp_pa
     assert photo.getpixel((0, 0)) == (255, 0, 0)
 
 
-def test_an_unreadable_file_is_a_value_error_that_names_it(tmp_path):
+def test_what_cannot_be_shown_is_named_with_its_file_or_size(tmp_path):
     noise(64, 64).save(tmp_path / "whole.png")
     whole = (tmp_path / "whole.png").read_bytes()
     for name, content in (("empty", b""), ("text", b"no image"), ("head", whole[:30]), ("cut", whole[:3000]), ("none", None)):
@@ -73,12 +70,9 @@ def test_an_unreadable_file_is_a_value_error_that_names_it(tmp_path):
             (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"/{name}: "):
             load_image(tmp_path / name)
-
-
-def test_sizes_the_model_cannot_see_are_named():
     assert size_problem(0, 5) == "the image is empty: 0x5 pixels"
     assert "201x1" in size_problem(201, 1) and "1x201" in size_problem(1, 201)
-    assert size_problem(200, 1) is None and size_problem(1, 200) is None
+    assert size_problem(200, 1) is size_problem(1, 200) is None
 
 
 # --- as the model sees them -------------------------------------------------------------------------------------------
@@ -96,11 +90,13 @@ def test_every_image_fits_the_pixel_limits_in_whole_tokens_and_fitting_again_cha
     assert fit_image(fitted, MIN, max_pixels) is fitted
 
 
-def test_the_processor_leaves_what_the_model_saw_unchanged_and_gives_the_same_features(policy):
+def test_an_image_is_encoded_once_with_the_features_of_the_processors_pixels_which_it_leaves_as_they_are(policy):
     seen: dict = {}
     # 300x200: both sides / sqrt(300 · 200 / 12544) = 137 and 91, down to multiples of 28
     images = policy.see([noise(300, 200), noise(60, 60, 1)], seen, MIN, MAX)
     assert [i.image.size for i in images] == [(112, 84), (56, 56)]
+    again = policy.see([noise(60, 60, 1), noise(60, 60, 2), noise(60, 60, 1)], seen, MIN, MAX)
+    assert again[0] is again[2] is images[1] and again[1] not in images and len(seen) == 3      # encoded once
     batch = policy.processor.image_processor(images=[i.image for i in images], return_tensors="pt")   # resizing on
     assert [list(i.grid) for i in images] == batch["image_grid_thw"].tolist() == [[1, 6, 8], [1, 4, 4]]
     with torch.no_grad():
@@ -108,19 +104,6 @@ def test_the_processor_leaves_what_the_model_saw_unchanged_and_gives_the_same_fe
     for image, features in zip(images, wanted.pooler_output):
         assert image.features.shape == (image.grid[1] * image.grid[2] // 4, 128)
         torch.testing.assert_close(image.features, features, atol=1e-5, rtol=1e-5)
-
-
-def test_equal_images_are_encoded_once(policy, monkeypatch):
-    encoded = []
-    tower = policy.model.get_image_features
-    monkeypatch.setattr(policy.model, "get_image_features", lambda p, grid, **kw: encoded.append(len(grid)) or tower(p, grid, **kw))
-    seen: dict = {}
-    a, b, c = policy.see([noise(60, 60), noise(90, 60), noise(60, 60)], seen, MIN, MAX)
-    assert a is c and a is not b
-    assert policy.see([noise(90, 60)], seen, MIN, MAX) == [b] and encoded == [2]
-
-
-# --- ids --------------------------------------------------------------------------------------------------------------
 
 
 def test_text_that_spells_a_control_token_is_never_its_id(policy):
@@ -148,9 +131,6 @@ def test_a_folder_that_is_no_checkpoint_is_a_one_line_user_error(policy, tmp_pat
         load_policy(tmp_path / "missing")
     with pytest.raises(UserError, match=r"no <\|nothing\|> token"):
         policy.control_id(Control("<|nothing|>"))
-
-
-# --- positions --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("grids", [[], [(1, 4, 6)], [(1, 4, 6), (1, 8, 4)], [(1, 4, 4), (1, 2, 10), (1, 8, 8)]])

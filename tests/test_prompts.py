@@ -17,12 +17,8 @@ PARSE_CASES = [json.loads(line) for line in (Path(__file__).parent / "cases/pars
 SHORT = TEMPLATES["short"]
 
 
-@pytest.mark.parametrize("case", PARSE_CASES, ids=[case["why"] or case["text"][:30] for case in PARSE_CASES])
-def test_a_turn_means_what_the_shared_case_says(case):
-    assert parse_action(case["text"]) == Action(case["kind"], case["content"])
-
-
 @pytest.mark.parametrize("text, kind, content", [
+    *((case["text"], case["kind"], case["content"]) for case in PARSE_CASES),
     ("<answer>A</answer> or <answer>B</answer>", "answer", "B"),                      # the last one
     ("<answer>A</answer><answer> </answer>", "answer", "A"),                          # the last that says something
     ("<answer>A", "none", None),                                                      # unclosed
@@ -30,7 +26,6 @@ def test_a_turn_means_what_the_shared_case_says(case):
     ("</code> and <code>print(1)</code>", "code", "print(1)"),
     ("<CODE>\n```python\nprint(1)\n```\n</CODE>", "code", "print(1)"),
     ("<code>\n```python\nif 1:\n    print(1)\n```\n</code>\n", "code", "if 1:\n    print(1)"),  # indentation stays
-    ("<code>\n    ```python\n    x = 1\n    ```\n</code>", "code", "    x = 1\n    "),
     ("```python\nprint(1)", "none", None),                                            # unclosed and bare
     ("```\nprint(1)\n```", "none", None),                                             # bare and not marked as Python
     ("<code>```python\n# <answer>\n```</code>", "code", "# <answer>"),
@@ -38,8 +33,7 @@ def test_a_turn_means_what_the_shared_case_says(case):
     ("", "none", None),
 ])
 def test_a_turn_means_what_its_last_complete_block_says(text, kind, content):
-    action = parse_action(text)
-    assert action.kind == kind and (action.content or "").rstrip() == (content or "").rstrip()
+    assert parse_action(text) == Action(kind, content)
 
 
 def test_the_prompt_has_one_system_turn_tagged_images_and_an_open_assistant_turn():

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from pyvision_mini import rollout as module
 from pyvision_mini.config import Config
 from pyvision_mini.grpo import policy_loss, token_logprobs
-from pyvision_mini.prompts import IM_END
+from pyvision_mini.prompts import END_OF_TEXT, IM_END
 from pyvision_mini.reward import score
 from pyvision_mini.sandbox import SandboxError
 from pyvision_mini.trainer import Scorer, collate
@@ -41,23 +41,18 @@ CROP = code("image_clue_0.crop((0, 0, 28, 56)).show()")
 @pytest.fixture
 def play(policy, pool, monkeypatch):
     """play((problem, [script, ..]), ..) → trajectories in order. A script is a list of turns, each a text or token ids."""
-    scripts, opened, forced = {}, {}, []
+    scripts, forced = {}, []
     open_rows, generate = module._open_rows, module._History.generate
 
     def open_scripted(*args):
         rows = open_rows(*args)
         for row in rows:
-            name = row.traj.problem.id
-            row.script, opened[name] = scripts[name][opened.get(name, 0)], opened.get(name, 0) + 1
+            row.script = next(scripts[row.traj.problem.id])
         return rows
 
-    def encode(turn):
-        if not isinstance(turn, str):
-            return turn
-        return policy.encode([turn] if "</code>" in turn else [turn, IM_END])
-
     def generate_forced(history, *args):
-        forced[:] = [encode(row.script[len(row.traj.turns)]) for row in history.rows]
+        turns = [row.script[len(row.traj.turns)] for row in history.rows]
+        forced[:] = [policy.encode([t] if "</code>" in t else [t, IM_END]) if isinstance(t, str) else t for t in turns]
         return generate(history, *args)
 
     class Forced(module._Recorder):
@@ -76,8 +71,7 @@ def play(policy, pool, monkeypatch):
     monkeypatch.setattr(module, "_Recorder", Forced)
 
     def play(*games, pool=pool, tick=lambda kind, n: None, **config):
-        for problem, its_scripts in games:
-            scripts[problem.id], opened[problem.id] = its_scripts, 0
+        scripts.update((problem.id, iter(its_scripts)) for problem, its_scripts in games)
         groups = module.rollout(policy, [problem for problem, _ in games], Config(**config), pool, tick=tick,
                                 n_samples=len(games[0][1]))
         trajs = [traj for group in groups for traj in group.trajectories]
@@ -129,9 +123,10 @@ GAMES = [(ask("big", BIG), [[CROP, code("print(1)"), ANSWER], [ANSWER]]),       
          (ask("two", SMALL, BIG), [["hm"], [code("print('a' * 40)\nimage_clue_1.show(); image_clue_0.show()"), CROP, ANSWER]])]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.4, 1.7])
-def test_every_log_prob_is_that_of_a_full_forward(policy, play, temperature):
-    trajs = play(*GAMES, temperature=temperature)
+@pytest.mark.parametrize("temperature, rows", [(1.0, 128), (1.0, 1), (0.4, 4), (1.7, 3)])   # 3 and 1 split groups
+def test_every_log_prob_is_that_of_a_full_forward(policy, play, temperature, rows):
+    trajs = play(*GAMES, temperature=temperature, rollout_rows=rows)
+    assert [traj.problem.id for traj in trajs] == ["big", "big", "text", "text", "two", "two"]
     assert [len(traj.images) for traj in trajs] == [2, 1, 1, 1, 2, 5]
     assert_exact(policy, trajs, temperature)
     assert_scored(policy, trajs, temperature)
@@ -152,25 +147,13 @@ def test_two_interleaved_rollouts_do_not_disturb_each_other(policy, play):
 def test_a_row_has_the_same_log_probs_in_a_batch_and_alone(play):
     short = ask("short", SMALL), [[CROP, ANSWER], ["hm"]]
     long = ask("long", BIG, SMALL, BIG, question="Which? " * 90), [[ANSWER], [code("print('b' * 50)"), CROP, ANSWER]]
-    together = play(short, long)
-    alone = play(short) + play(long)
-    for a, b in zip(together, alone):
+    for a, b in zip(play(short, long), play(short) + play(long)):
         assert a.ids == b.ids
         assert a.logps == pytest.approx(b.logps, abs=1e-4, nan_ok=True)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_fewer_rows_at_once_than_the_group_has_change_nothing(policy, play, rows):
-    scripts = [[CROP, ANSWER], [ANSWER], [code("print(2)"), "hm"]]
-    trajs = play((ask("a", SMALL), scripts), (ask("b"), [[ANSWER]] * 3), rollout_rows=rows)
-    assert [(t.problem.id, len(t.turns)) for t in trajs] == [("a", 2), ("a", 1), ("a", 2), ("b", 1), ("b", 1), ("b", 1)]
-    assert_exact(policy, trajs)
-
-
 def test_attention_implementations_agree_over_a_cache_with_holes(policy):
-    assert module.attention_gap(policy, "eager") < 1e-5
-    assert policy.model.config._attn_implementation == "sdpa"
-    assert module.choose_attention(policy).startswith("sdpa")
+    assert module.attention_gap(policy, "eager") < 1e-5 and policy.model.config._attn_implementation == "sdpa"
 
 
 # --- tokens and masks -------------------------------------------------------------------------------------------------
@@ -202,15 +185,13 @@ def test_a_conversation_of_three_turns_is_one_render_of_the_chat_template(policy
     assert whole.count("system\n") == 1 and whole.count("<|im_end|>\n") == 7
     ids = policy.processor(text=[whole], images=traj.images)["input_ids"][0]
     assert traj.ids == ids[:-1] and policy.decode(ids[-1:]) == "\n"      # the last turn ends with its sampled stop
-    open_turn = policy.processor.apply_chat_template(messages[:2], chat_template=template, tokenize=False,
-                                                     add_generation_prompt=True)
-    assert traj.ids[:traj.n_prompt] == policy.processor(text=[open_turn], images=traj.images[:1])["input_ids"][0]
+    start = policy.processor.apply_chat_template(messages[:2], chat_template=template, tokenize=False, add_generation_prompt=True)
+    assert traj.ids[:traj.n_prompt] == policy.processor(text=[start], images=traj.images[:1])["input_ids"][0]
 
 
 def test_each_turn_is_trained_up_to_the_stop_that_was_sampled_and_not_beyond(policy, play):
-    end, stop = policy.stop_ids
     turns = [policy.encode([CROP]), policy.encode([CROP + "\n"]), policy.encode(["```python\n1\n```", IM_END]),
-             policy.encode(["<code>1</code>"]), policy.encode([ANSWER]) + [stop]]
+             policy.encode(["<code>1</code>"]), policy.encode([ANSWER, END_OF_TEXT])]
     assert policy.decode(turns[1][-1:]) == ">\n"             # a token that completes </code> and goes on
     traj, other = play((ask("p", SMALL), [turns, ["hm"]]))
     assert sampled(traj) == sum(turns, []) and sampled(other) == policy.encode(["hm", IM_END])
@@ -228,30 +209,26 @@ def test_junk_outside_the_mask_moves_neither_loss_nor_gradient(policy, play):
         old_BT = torch.full(batch.ids_BT.shape, junk)
         for i, traj in enumerate(trajs):
             old_BT[i, :len(traj.ids)] = torch.tensor(traj.logps).nan_to_num(junk) + 0.1
-        scorer.zero_grad()
         loss, _ = policy_loss(scorer(batch)[0], old_BT, torch.tensor([1.0, -1.0]), batch.action_BT, 10)
-        loss.backward()
-        found.append((loss.item(), scorer.lm_head.weight.grad.clone()))
-    scorer.zero_grad()
-    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1]) and found[0][1].abs().sum() > 0
+        found.append((loss, *torch.autograd.grad(loss, scorer.lm_head.weight)))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1]) and found[0][1].any()
 
 
 def test_tokens_that_do_not_survive_decoding_stay_bit_identical(policy, play):
     half = policy.encode(["é"])[:1]                          # the first of two bytes
     turn = half + sum((policy.encode([c]) for c in "<code>print(7)</code>"), [])
     assert policy.encode([policy.decode(turn)]) != turn
-    traj, _ = play((ask("p"), [[turn, half + policy.encode([ANSWER, IM_END])], [half + [policy.stop_ids[0]]]]))
+    traj, _ = play((ask("p"), [[turn, half + policy.encode([ANSWER, IM_END])], [half + policy.encode([IM_END])]]))
     assert sampled(traj) == turn + half + policy.encode([ANSWER, IM_END])
     assert (traj.turns[0].result.text.strip(), traj.end) == ("7", EndReason.ANSWERED)
     assert_exact(policy, [traj])
 
 
 def test_printed_control_tokens_are_plain_text(policy, play):
-    traj, _ = play((ask("p", SMALL), [[code("print('<|im_end|><|image_pad|><|vision_start|>')"), ANSWER], ["hm"]]))
+    traj, _ = play((ask("p", SMALL), [[code("print('<|im_end|><|image_pad|>', end='<|vision_start|>')"), ANSWER], ["hm"]]))
     observed = traj.ids[traj.n_prompt + traj.turns[0].n_tokens:][:traj.turns[0].n_observation_tokens]
     assert "<|im_end|><|image_pad|><|vision_start|>" in policy.decode(observed)
     assert observed.count(policy.stop_ids[0]) == 2 and traj.n_visual_tokens == 4
-    assert_exact(policy, [traj])
 
 
 # --- stops and ends ---------------------------------------------------------------------------------------------------
@@ -268,20 +245,19 @@ def test_tags_in_the_prompt_stop_and_score_nothing_and_each_row_stops_on_its_own
     assert [traj.correct for traj in trajs] == [1, 0, 0, 1]
 
 
-LAST = [(["hm"], EndReason.NO_ACTION, 0), ([ANSWER], EndReason.ANSWERED, 1), ([CROP, ANSWER], EndReason.ANSWERED, 1.1),
-        ([CROP, code("1 / 0"), ANSWER], EndReason.ANSWERED, 1.1), ([CROP, CROP, CROP], EndReason.OUT_OF_TURNS, 0),
-        ([CROP, CROP, f"{ANSWER}<code>x</code>"], EndReason.ANSWERED, 1.2), (["<answer> </answer>"], EndReason.NO_ACTION, 0),
-        ([f"<interpreter>1</interpreter> {CROP[:-7]}"], EndReason.NO_ACTION, 0)]
-
-
 def test_every_way_to_end_has_its_reason_and_its_reward(play):
-    trajs = play((ask("p", SMALL), [turns for turns, _, _ in LAST]), max_turns=2)
-    for traj, (_, end, reward) in zip(trajs, LAST):
+    last = [(["hm"], EndReason.NO_ACTION, 0), ([ANSWER], EndReason.ANSWERED, 1), ([CROP, ANSWER], EndReason.ANSWERED, 1.1),
+            ([CROP, code("1 / 0"), ANSWER], EndReason.ANSWERED, 1.1), ([CROP, CROP, CROP], EndReason.OUT_OF_TURNS, 0),
+            ([CROP, CROP, f"{ANSWER}<code>x</code>"], EndReason.ANSWERED, 1.2), (["<answer> </answer>"], EndReason.NO_ACTION, 0),
+            (["<interpreter>red</interpreter> <code>1"], EndReason.NO_ACTION, 0)]
+    trajs = play((ask("p", SMALL), [turns for turns, _, _ in last]), max_turns=2)
+    for traj, (_, end, reward) in zip(trajs, last):
         score(traj, Config())
         assert (traj.end, traj.reward) == (end, pytest.approx(reward)), traj.turns
     assert [turn.result is None for turn in trajs[4].turns] == [False, False, True]  # code in the last turn does not run
-    answered, code_only = play((ask("p", SMALL), [[ANSWER], [CROP]]), max_turns=0)
-    assert (answered.end, code_only.end) == (EndReason.ANSWERED, EndReason.OUT_OF_TURNS)
+    assert [traj.end for traj in play((ask("p"), [[ANSWER], [CROP]]), max_turns=0)] == [EndReason.ANSWERED, EndReason.OUT_OF_TURNS]
+    failed, fine = play((ask("p"), [[code("1 / 0"), ANSWER], [code("x = 1"), ANSWER]]), end_on_error=True)
+    assert (failed.end, failed.turns[0].result.status, fine.end) == (EndReason.CODE_ERROR, "error", EndReason.ANSWERED)
 
 
 def test_a_turn_cut_by_its_limit_is_too_long_whatever_it_holds(policy, play):
@@ -296,7 +272,6 @@ def test_an_observation_that_does_not_fit_is_left_out_whole(policy, play):
     game = ask("p", BIG), [[code("image_clue_0.show()"), ANSWER], [ANSWER]]
     turn = play(game)[0].turns[0]
     full = turn.n_tokens + turn.n_observation_tokens
-    assert turn.n_observation_tokens > 12
     for budget, n_images, n_turns in ((full - 8, 1, 1), (full, 1, 1), (full + 1, 2, 2)):
         traj = play(game, max_response_tokens=budget)[0]
         assert (traj.end, len(traj.images), len(traj.turns)) == (EndReason.TOO_LONG, n_images, n_turns)
@@ -306,44 +281,26 @@ def test_an_observation_that_does_not_fit_is_left_out_whole(policy, play):
     assert (traj.end, len(traj.images), other.end) == (EndReason.TOO_LONG, 1, EndReason.ANSWERED)
 
 
-def test_a_prompt_over_its_limits_ends_whole_before_anything_is_sampled(play):
-    ended = []
-    trajs = play((ask("p", BIG, SMALL), [[ANSWER]] * 2), (ask("q", BIG), [[ANSWER]] * 2),
-                 (ask("r", SMALL, question="Which? " * 60), [[ANSWER]] * 2), max_images=1, max_prompt_tokens=100,
+def test_a_prompt_over_a_limit_or_unreadable_is_a_counted_end_before_sampling_and_the_others_go_on(policy, play, tmp_path):
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    long, bad, ended = EndReason.PROMPT_TOO_LONG, EndReason.TOOL_FAILURE, []
+    wanted = [(long, ask("p", BIG, SMALL)), (EndReason.ANSWERED, ask("q", BIG)), (long, ask("r", question="Which? " * 60)),
+              (bad, ask("s", tmp_path / "bad.png")), (bad, ask("t", tmp_path / "none.png")), (bad, ask("u", noise(201, 1)))]
+    trajs = play(*[(problem, [[ANSWER]] * 2) for _, problem in wanted], max_images=1, max_prompt_tokens=100,
                  tick=lambda kind, n: ended.append(n * (kind == "trajectories")))
-    assert [traj.end for traj in trajs] == [EndReason.PROMPT_TOO_LONG] * 2 + [EndReason.ANSWERED] * 2 + [EndReason.PROMPT_TOO_LONG] * 2
-    assert [len(traj.ids) == traj.n_prompt for traj in trajs] == [True, True, False, False, True, True]
-    assert sum(ended) == 6
-
-
-def test_with_end_on_error_a_failed_call_ends_the_trajectory(play):
-    failed, fine = play((ask("p"), [[code("1 / 0"), ANSWER], [code("x = 1"), ANSWER]]), end_on_error=True)
-    assert (failed.end, failed.turns[0].result.status, fine.end) == (EndReason.CODE_ERROR, "error", EndReason.ANSWERED)
-
-
-def broken_pool(*, opens: bool):
-    def fail(*_, **__):
-        raise SandboxError("no sandbox")
-    return SimpleNamespace(open=(lambda **_: SimpleNamespace(run=fail, close=fail)) if opens else fail)
+    assert [traj.end for traj in trajs] == [end for end, _ in wanted for _ in range(2)] and sum(ended) == 12
+    assert [len(traj.ids) - traj.n_prompt > 0 for traj in trajs[::2]] == [False, True, False, False, False, False]
+    assert [traj.n_prompt > 0 for traj in trajs[::2]] == [True, True, True, False, False, False]      # whole, or nothing
+    assert_exact(policy, trajs[2:4])
 
 
 @pytest.mark.parametrize("opens", [False, True])
 def test_a_sandbox_that_cannot_serve_is_a_counted_end(play, opens):
-    failed, fine = play((ask("p"), [[code("x = 1"), ANSWER], [ANSWER]]), pool=broken_pool(opens=opens))
+    def fail(*_, **__):
+        raise SandboxError("no sandbox")
+    broken = SimpleNamespace(open=(lambda **_: SimpleNamespace(run=fail, close=fail)) if opens else fail)
+    failed, fine = play((ask("p"), [[code("x = 1"), ANSWER], [ANSWER]]), pool=broken)
     assert (failed.end, fine.end) == (EndReason.TOOL_FAILURE, EndReason.ANSWERED)
-
-
-def test_an_unreadable_image_is_a_counted_end_and_the_others_go_on(policy, play, tmp_path):
-    (tmp_path / "bad.png").write_bytes(b"no image")
-    games = [(ask(name, *images), [[CROP, ANSWER]] * 2) for name, images in (
-        ("file", [SMALL, tmp_path / "bad.png"]), ("fine", [SMALL]), ("missing", [tmp_path / "none.png"]), ("thin", [noise(201, 1)]))]
-    trajs = play(*games)
-    assert [traj.end for traj in trajs[::2]] == [EndReason.TOOL_FAILURE, EndReason.ANSWERED, EndReason.TOOL_FAILURE, EndReason.TOOL_FAILURE]
-    assert [len(traj.ids) > 0 for traj in trajs[::2]] == [False, True, False, False]
-    assert_exact(policy, trajs[2:4])
-
-
-# --- tools ------------------------------------------------------------------------------------------------------------
 
 
 def test_variables_and_image_names_last_over_turns(policy, play):
@@ -373,17 +330,11 @@ def test_rows_of_a_group_cannot_see_each_other(play):
     assert image.tobytes() == SMALL.tobytes()
 
 
-BAD_BOXES = ["(10, 10, 10, 50)", "(10, 10, 50, 10)", "(50, 50, 10, 10)", "(0, 0, float('nan'), 9)", "(900, 900, 950, 950)"]
-
-
-def test_a_crop_that_holds_nothing_is_an_error_observation_and_adds_no_image(play):
-    lines = [f"image_clue_0.crop({box}).show()" for box in BAD_BOXES] + ["Image.new('RGB', (201, 1)).show()"]
+def test_a_tool_image_arrives_under_the_limits_or_is_an_error_observation(policy, play):
+    boxes = ["(10, 10, 10, 50)", "(10, 10, 50, 10)", "(50, 50, 10, 10)", "(0, 0, float('nan'), 9)", "(900, 900, 950, 950)"]
+    lines = [f"image_clue_0.crop({box}).show()" for box in boxes] + ["Image.new('RGB', (201, 1)).show()"]
     for traj in play((ask("p", SMALL), [[code(line), ANSWER] for line in lines])):
         assert (traj.turns[0].result.status, len(traj.images), traj.end) == ("error", 1, EndReason.ANSWERED)
-        assert traj.turns[0].result.text.strip()
-
-
-def test_tool_images_of_any_size_arrive_under_the_limits(policy, play):
     sizes = [(1, 1), (5, 5), (27, 300), (672, 4), (4, 672), (10_000, 10_000)]
     trajs = play((ask("p"), [[code(f"Image.new('L', {size}).show()"), ANSWER] for size in sizes]))
     for size, traj in zip(sizes, trajs):
@@ -394,38 +345,25 @@ def test_tool_images_of_any_size_arrive_under_the_limits(policy, play):
     assert_exact(policy, trajs[2:5])
 
 
-# --- sampling ---------------------------------------------------------------------------------------------------------
+def test_ids_of_media_are_never_sampled_however_likely(policy, pool, monkeypatch):
+    head, likely_V = policy.model.lm_head.forward, torch.zeros(len(policy.tokenizer))
+    likely_V[policy.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])] = 50
+    monkeypatch.setattr(policy.model.lm_head, "forward", lambda hidden: head(hidden) + likely_V)
+    trajs = sample(policy, pool, [ask("p", SMALL)], group_size=4)
+    assert all(sampled(traj) for traj in trajs) and not likely_V[sum(map(sampled, trajs), [])].any()
+    assert_scored(policy, trajs)
 
 
-def test_ids_of_media_are_never_sampled_however_likely(policy, pool):
-    def bias(module, args, logits):
-        logits[..., list(policy.suppressed)] += 50
-        return logits
-
-    hook = policy.model.lm_head.register_forward_hook(bias)
-    try:
-        trajs = sample(policy, pool, [ask("p", SMALL)], group_size=4)
-        assert all(len(sampled(traj)) for traj in trajs) and not {*sum(map(sampled, trajs), [])} & {*policy.suppressed}
-        assert_scored(policy, trajs)
-    finally:
-        hook.remove()
-
-
-def test_the_checkpoints_generation_config_does_not_leak_into_sampling(policy, pool):
+def test_the_checkpoints_generation_config_does_not_leak_into_sampling(policy, pool, monkeypatch):
     greedy = GenerationConfig(do_sample=True, temperature=1e-6, top_k=1, top_p=0.001, repetition_penalty=1.05)
     flat_V = torch.full((len(policy.tokenizer),), -1e4)
     flat_V[:4] = torch.tensor([0.1, 0.2, 0.3, 0.4]).log() + 20    # far from 0, where a penalty would show
-    before, policy.model.generation_config = policy.model.generation_config, greedy
-    hook = policy.model.lm_head.register_forward_hook(lambda module, args, logits: flat_V.expand_as(logits).clone())
-    try:
-        trajs = sample(policy, pool, [ask("p")], group_size=32, max_turn_tokens=40)
-        assert policy.model.generation_config is greedy
-    finally:
-        hook.remove()
-        policy.model.generation_config = before
+    monkeypatch.setattr(policy.model, "generation_config", greedy)
+    monkeypatch.setattr(policy.model.lm_head, "forward", lambda hidden: flat_V.expand(*hidden.shape[:-1], -1).clone())
+    trajs = sample(policy, pool, [ask("p")], group_size=32, max_turn_tokens=40)
     tokens = torch.tensor([sampled(traj) for traj in trajs])
-    assert tokens.shape == (32, 40)
     frequencies = torch.bincount(tokens.flatten(), minlength=4) / tokens.numel()
+    assert tokens.shape == (32, 40) and policy.model.generation_config is greedy
     torch.testing.assert_close(frequencies, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.05, rtol=0)   # sigma is 0.014
     logps = torch.tensor([traj.logps for traj in trajs])[:, -40:]
     torch.testing.assert_close(logps.exp(), tokens.add(1) / 10, atol=1e-4, rtol=0)
@@ -440,26 +378,20 @@ def test_a_seed_fixes_the_rollout_and_the_global_generator_is_left_alone(policy,
     assert module.mix_seed(0, 1, 0) != module.mix_seed(0, 0, 1) != module.mix_seed(1, 0, 0)
 
 
-@pytest.mark.parametrize("mode", [True, False])
-@pytest.mark.parametrize("fails", [False, True])
-def test_dropout_is_off_while_sampling_and_the_models_state_comes_back(policy, pool, mode, fails):
-    layers, generation = policy.model.model.language_model.layers, policy.model.generation_config
-
+@pytest.mark.parametrize("mode, fails", [(True, False), (True, True), (False, False), (False, True)])
+def test_dropout_is_off_while_sampling_and_the_models_state_comes_back(policy, pool, monkeypatch, mode, fails):
     def tick(kind, n):
         if kind == "generate" and fails:
             raise KeyError("stop")
 
-    for layer in layers:
-        layer.self_attn.attention_dropout = 0.5
+    generation, before = policy.model.generation_config, torch.get_rng_state()
+    for layer in policy.model.model.language_model.layers:
+        monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.5)
     policy.model.train(mode)
-    try:
-        with pytest.raises(KeyError) if fails else nullcontext():
-            groups = module.rollout(policy, [ask("p", SMALL)], Config(max_turn_tokens=8), pool, n_samples=2, tick=tick)
-        assert policy.model.training is mode and policy.model.generation_config is generation
-        policy.model.eval()
-        if not fails:
-            assert_exact(policy, groups[0].trajectories)
-    finally:
-        for layer in layers:
-            layer.self_attn.attention_dropout = 0.0
-        policy.model.eval()
+    with pytest.raises(KeyError) if fails else nullcontext():
+        groups = module.rollout(policy, [ask("p", SMALL)], Config(max_turn_tokens=8), pool, n_samples=2, tick=tick)
+    found = policy.model.training, policy.model.generation_config is generation, torch.equal(torch.get_rng_state(), before)
+    policy.model.eval()
+    assert found == (mode, True, True)
+    if not fails:
+        assert_exact(policy, groups[0].trajectories)
