@@ -103,6 +103,9 @@ class Bars:
     def tick(self, kind: str, n: float) -> None:
         """Count; raises Stopped after a stop signal."""
         self.check()
+        self.count(kind, n)
+
+    def count(self, kind: str, n: float) -> None:
         self.total[kind] += n
         if kind in ("trajectories", "calls", "micro_batches") and n:
             self._bar(kind, None).update(n)
@@ -127,7 +130,8 @@ class Reporter:
     def __init__(self, out: Path, name: str, cfg: Config, rank: int, started: float, done: int):
         self.out, self.name, self.cfg, self.first, self.started = out, name, cfg, rank == 0, started
         self.metrics_path = out / "metrics.jsonl"
-        self.summary = {"steps": done, "seconds": 0.0, "first_step_seconds": None, "before": None, "after": None}
+        self.summary = {"steps": done, "seconds": 0.0, "first_step_seconds": None, "before": None, "after": None,
+                        "evaluations": []}
         if not self.first:
             return
         save_config(cfg, out / "config.json")
@@ -161,9 +165,12 @@ class Reporter:
         return Bars(label, self.first, check)
 
     def evaluated(self, when: str, result: dict[str, float]) -> None:
-        self.line(f"held out, {when}: accuracy {result['accuracy']:.3f} on {result['n']} problems | calls "
+        steps = self.summary["steps"]
+        self.line(f"held out, {when if when != 'during' else f'step {steps}'}: accuracy {result['accuracy']:.3f} on {result['n']} problems | calls "
                   f"{result['tool_calls']:.2f} | visual tokens {result['visual_tokens']:.0f}")
-        self.summary["before" if when == "before" else "after"] = result
+        self.summary["evaluations"].append({"step": steps, **result})
+        if when != "during":
+            self.summary[when] = result
         self._save_summary()
 
     def step(self, number: int, rows: list[dict], groups: list[dict], result, seconds: dict[str, float],
@@ -203,7 +210,7 @@ class Reporter:
 
     def curves(self) -> None:
         if self.first and (rows := read_metrics(self.metrics_path)):
-            draw_curves(rows, self.out / "curves.png", self.name)
+            draw_curves(rows, self.summary["evaluations"], self.out / "curves.png", self.name)
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -224,8 +231,8 @@ CURVES = [("accuracy and reward", ("accuracy", "reward")), ("tool calls", ("call
           ("log-prob gap", ("logp_gap",)), ("seconds", ("seconds_generate", "seconds_sandbox", "seconds_update"))]
 
 
-def draw_curves(rows: list[dict], path: Path, title: str) -> None:
-    """One picture of eight panels against the step."""
+def draw_curves(rows: list[dict], evaluations: list[dict], path: Path, title: str) -> None:
+    """One picture of eight panels against the step; held-out accuracy as points in the first."""
     from matplotlib.figure import Figure    # imported late: a run that is being debugged starts a second earlier
 
     figure = Figure(figsize=(16, 7), layout="constrained")
@@ -234,6 +241,8 @@ def draw_curves(rows: list[dict], path: Path, title: str) -> None:
         for key in keys:
             axes.plot([row["step"] for row in rows], [row[key] for row in rows], label=key.replace("_", " "),
                       marker="." if len(rows) < 60 else "")
+        if name.startswith("accuracy"):
+            axes.plot([e["step"] for e in evaluations], [e["accuracy"] for e in evaluations], "k*", label="held out")
         axes.set(title=name, xlabel="step", ylim=(0, None))
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)

@@ -106,25 +106,23 @@ class SandboxPool(contextlib.AbstractContextManager):
         raise SandboxError("the sandbox did not start")
 
     def _stop_zygote(self) -> None:
-        self._control.close()               # it then kills its sessions, removes its folder and exits
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._zygote.wait(10)
-        self._zygote.kill()
+        self._control.close()
+        self._zygote.kill()                 # sessions that are left die with it
         self._zygote.wait()
         subprocess.run(["rm", "-rf", "--", self.folder], check=False)
 
     def ask(self, request: dict, *fds: int) -> dict:
-        """The zygote's answer. If it has died, so have its sessions, and the answer is empty; a new one is started."""
+        """The zygote's answer. If it has died, so have its sessions, and a new one answers."""
         with self._lock:
-            if self._closed:
-                raise SandboxError("the pool is closed")
-            try:
-                socket.send_fds(self._control, [json.dumps(request).encode()], fds)
-                return json.loads(self._control.recv(4096))
-            except (OSError, ValueError):
+            for _ in range(2):
+                if self._closed:
+                    raise SandboxError("the pool is closed")
+                with contextlib.suppress(OSError, ValueError):
+                    socket.send_fds(self._control, [json.dumps(request).encode()], fds)
+                    return json.loads(self._control.recv(4096))
                 self._stop_zygote()
                 self._start_zygote()
-                return {}
+        raise SandboxError("the zygote dies again and again")
 
 
 class SandboxSession:

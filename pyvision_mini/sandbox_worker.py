@@ -26,7 +26,8 @@ REQUEST, REPLY, SIZE = map(struct.Struct, SETTINGS["frames"])
 SCRATCH = 64 << 20                  # bytes of the scratch folder (where no tmpfs can be mounted: of one file)
 RESERVE = 64 << 20                  # bytes of memory kept to build the reply of code that used up its own
 BUILTINS = dict(builtins.__dict__)
-LAYERS = ("oom_first", "tmpfs", "limits", "no_new_privs", "landlock", "own_uid", "parent_death", "seccomp")
+CallTimeout = type("TimeoutError", (BaseException,), {"__module__": "builtins"})    # `except Exception` does not catch it
+LAYERS = ("tmpfs", "limits", "no_new_privs", "landlock", "own_uid", "parent_death", "seccomp")
 # System calls, "name x86_64 aarch64". All that are not here fail with EPERM.
 ALLOWED = """read 0 63, write 1 64, open 2 -, close 3 57, stat 4 -, fstat 5 80, lstat 6 -, poll 7 -, lseek 8 62, mmap 9 222,
 mprotect 10 226, munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, pread64 17 67,
@@ -90,10 +91,6 @@ def frame_at(video, second: float) -> Image.Image:
     return Image.fromarray(video[max(index, 0)].asnumpy())
 
 
-class CallTimeout(BaseException):
-    """Raised inside the code when its time is up. `except Exception` does not catch it."""
-
-
 class Output(io.StringIO):
     """sys.stdout and sys.stderr of one call: keeps the first `room` characters and counts the rest."""
 
@@ -126,15 +123,10 @@ class Session:
         if os.getppid() != zygote:
             raise SystemExit
         os.chdir(spec["scratch"])
-        random.seed(0)                                                 # so that a run repeats exactly
-        np.random.seed(0)
+        random.seed(0)                                                 # so that a run repeats exactly; fork has reseeded it
         self.memory = resource.getrlimit(resource.RLIMIT_AS)
-        self.namespace = {"__name__": "__main__", "np": np, "plt": plt, "Image": Image, "frame_at": frame_at,
-                          "frame_times": frame_times}
-
-    def oom_first(self) -> None:
-        """When memory runs out, the kernel takes this process and not the trainer."""
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        self.namespace = {"__name__": "__main__", "np": np, "plt": plt, "Image": Image,
+                          "frame_at": frame_at, "frame_times": frame_times}
 
     def tmpfs(self) -> None:
         """A scratch folder of bounded size that only this process sees. Ordinary users may mount in a user namespace."""
@@ -147,6 +139,7 @@ class Session:
         libc("mount", b"tmpfs", self.spec["scratch"].encode(), b"tmpfs", 14, options)    # nosuid, nodev, noexec
 
     def limits(self) -> None:
+        Path("/proc/self/oom_score_adj").write_text("1000")            # when memory runs out, the kernel takes us first
         space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (SETTINGS["memory_mb"] << 20)
         tasks = int(Path("/proc/loadavg").read_text().split()[3].split("/")[1]) + 1024    # NPROC counts all tasks of a user
         for name, soft, hard in (("AS", space, space + RESERVE), ("FSIZE", SCRATCH, SCRATCH), ("CPU", 7200, 7200),
@@ -324,14 +317,13 @@ def serve(control: socket.socket) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-CallTimeout.__module__, CallTimeout.__qualname__ = "builtins", "TimeoutError"    # how it reads in an error
 with contextlib.suppress(KeyError):                                    # no numbers for this machine
     FILTER = ctypes.create_string_buffer(seccomp_filter())
+np.random.seed(0)                                                      # loads numpy.random, too: 8 ms that a session saves
 warnings.simplefilter("ignore")
 Image.init()
-plt.figure().gca().imshow(np.zeros((4, 4)))                            # draw once, so that no session has to warm up
-plt.gcf().canvas.draw()
-plt.close("all")
+plt.imshow(np.zeros((4, 4))).figure.canvas.draw()                      # once, so that no session has to warm up
+plt.close()
 gc.freeze()                                                            # the collector must not copy shared pages
 channel = socket.socket(fileno=SETTINGS["control"])
 channel.settimeout(1)                                                  # to see now and then whether the trainer lives

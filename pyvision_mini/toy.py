@@ -356,12 +356,13 @@ def main() -> None:
         scene = clips[rng.integers(n_clips)] if rng.random() < 0.5 else image_scene(_rng("lessons", 4, i))
         return lessons.trajectory(scene.problem, teach(scene, rng), scene.about)
 
+    side, smooth = 84, 1.0
     for step in (bar := tqdm(range(first + second), desc="cold start")):
         if step in (0, first):                   # each part warms up, and cools down to zero
             peak, n = (1.5e-3, first) if step < first else (8e-4, second)
             schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, total_steps=n, pct_start=0.05)
-        if step < first:                         # the dot is large at first and shrinks to its size in a quadrant
-            side = min(HALF, 112 + step * (HALF - 112) // (first // 2))
+        if step < first:                         # the dot is large at first and shrinks while its colour is named
+            side = min(HALF, side + 2 * (smooth < 0.12))
             trajs = [direct(step * batch + i, side, 0.0) for i in range(batch)]
         else:
             trajs = [direct(step * batch + i, HALF, 0.5) for i in range(8)] + [taught(step * batch + i) for i in range(24)]
@@ -370,7 +371,8 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        bar.set_postfix(loss=f"{loss:.4f}")
+        smooth = 0.9 * smooth + 0.1 * loss
+        bar.set_postfix(loss=f"{smooth:.4f}", side=side)
         if (step + 1) % 100 == 0:
             right = picture_accuracy(policy, lessons, [image_scene(_rng("lessons", 5, i)) for i in range(96)])
             tqdm.write(f"step {step + 1}: loss {loss:.4f}, right crop named {right:.3f}, {time.time() - started:.0f} s")

@@ -407,11 +407,11 @@ class Run:
             self.step()
             last = self.done == self.cfg.steps
             if self.held_out and (last or self.cfg.eval_every and self.done % self.cfg.eval_every == 0):
-                self.reporter.evaluated("after" if last else f"step {self.done}", self._evaluate(self.cfg, self._mine()))
+                self.reporter.evaluated("after" if last else "during", self._evaluate(self.cfg, self._mine()))
             if last or self.done % self.cfg.save_every == 0:
                 self.save()
         direct = replace(self.cfg, template="direct", max_turns=0, max_images=99, max_prompt_tokens=1 << 20)
-        table = {label: self._evaluate(direct, [change(problem, self.pool) for problem in self._mine()])
+        table = {label: self._evaluate(direct, [self._changed(change, problem) for problem in self._mine()])
                  for label, change in self.baselines.items()}
         self.reporter.finish(self.done, table)
 
@@ -423,8 +423,9 @@ class Run:
                                 self.ranks.rank)
             sampled = time.perf_counter()
             # Zero informative groups on all ranks: nothing to learn from, counted by the metrics as a skipped step.
+            # A stop signal waits until the update is whole: no check between its collectives.
             result = update(self.learner.scorer, self.learner.optimizer, self.learner.policy, selection.kept, self.cfg,
-                            self.ranks, bars.tick)
+                            self.ranks, bars.count)
             updated = time.perf_counter()
             self.learner.sync()
         self.done, self.position = self.done + 1, self.stream.state_dict()
@@ -458,6 +459,12 @@ class Run:
             self.stop.signal = signals[0]
             raise Stopped
         return [value for value, _ in pairs]
+
+    def _changed(self, change: Callable[[Problem, SandboxPool], Problem], problem: Problem) -> Problem:
+        try:
+            return change(problem, self.pool)
+        except ValueError:                       # an unreadable clip stays in the denominator: the rollout fails on it too
+            return problem
 
     def _mine(self) -> list[Problem]:
         return self.held_out[self.ranks.rank::self.ranks.world]

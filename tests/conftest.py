@@ -9,7 +9,7 @@ from pyvision_mini.toy import CHAT_TEMPLATE, build_policy
 
 torch.set_num_threads(1)     # the batches are too small for more
 
-CORPUS = ["Look.\n<code>\n```python\nprint(x)\n```\n</code>\n", "<code>\n```python\nimage_clue_0.crop((0, 0, 336, 336)).show()\n```\n</code>",
+CORPUS = ["Look.\n<code>\n```python\nprint(x)\n```\n</code>\n", "image_clue_0.crop((0, 0, 336, 336)).show()\n```\n</code>",
           "<answer>\n\\boxed{red}\n</answer>", "What color is the dot?", "<interpreter>\n</interpreter>", CHAT_TEMPLATE,
           *(text for template in TEMPLATES.values() for text in (template.system, *template.observation))]
 

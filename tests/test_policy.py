@@ -119,8 +119,9 @@ def test_segments_encode_as_the_tokenizer_encodes_their_joined_text(policy):
     assert policy.encode(segments, [(1, 4, 6)]) == policy.tokenizer.encode(expected, add_special_tokens=False)
 
 
-@pytest.mark.parametrize("config, message", [(None, "no readable config.json"), ("{", "no readable config.json"),
-                                             ('{"model_type": "llama"}', "'llama'"), ('{"model_type": "qwen2_5_vl"}', "cannot be loaded")])
+@pytest.mark.parametrize("config, message", [
+    (None, "no readable config.json"), ("{", "no readable config.json"), ('{"model_type": "llama"}', "'llama'"),
+    ('{"model_type": "qwen2_5_vl"}', "cannot be loaded")])
 def test_a_folder_that_is_no_checkpoint_is_a_one_line_user_error(policy, tmp_path, config, message):
     if config is not None:
         (tmp_path / "config.json").write_text(config)
@@ -141,7 +142,7 @@ def test_positions_are_those_of_transformers_for_images_of_different_grids(polic
     ids = policy.encode([*segments, "What color is the dot?", IM_END], grids)
     ids_1T = torch.tensor([ids])
     wanted, _ = policy.model.model.get_rope_index(
-        ids_1T, (ids_1T == policy.image_id).int(), torch.tensor(grids) if grids else None, attention_mask=torch.ones_like(ids_1T))
+        ids_1T, (ids_1T == policy.image_id).int(), torch.tensor(grids) if grids else None)
     ours = mrope_positions(ids, grids, policy.image_id)
     assert ours.tolist() == wanted[:, 0].tolist()
     block = np.asarray(ids) == policy.image_id

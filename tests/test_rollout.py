@@ -17,7 +17,8 @@ from pyvision_mini.prompts import END_OF_TEXT, IM_END
 from pyvision_mini.reward import score
 from pyvision_mini.sandbox import SandboxError
 from pyvision_mini.trainer import Scorer, collate
-from pyvision_mini.trajectory import EndReason, Problem
+from pyvision_mini.trajectory import EndReason as End
+from pyvision_mini.trajectory import Problem
 
 ANSWER = "<answer>\n\\boxed{red}\n</answer>"
 
@@ -118,8 +119,9 @@ def assert_scored(policy, trajs, temperature=1.0):
 # --- exactness --------------------------------------------------------------------------------------------------------
 
 GAMES = [(ask("big", BIG), [[CROP, code("print(1)"), ANSWER], [ANSWER]]),                      # one row ends early
-         (ask("text", question="Which? " * 20), [[code("plt.plot([1, 2]); plt.show()"), ANSWER],
-                                                 [code("1 / 0"), code("x = 1"), code("Image.new('RGB', (90, 60)).show()"), ANSWER]]),
+         (ask("text", question="Which? " * 20), [
+             [code("plt.plot([1, 2]); plt.show()"), ANSWER],
+             [code("1 / 0"), code("x = 1"), code("Image.new('L', (90, 60)).show()"), ANSWER]]),
          (ask("two", SMALL, BIG), [["hm"], [code("print('a' * 40)\nimage_clue_1.show(); image_clue_0.show()"), CROP, ANSWER]])]
 
 
@@ -156,14 +158,12 @@ def test_attention_implementations_agree_over_a_cache_with_holes(policy):
     assert module.attention_gap(policy, "eager") < 1e-5 and policy.model.config._attn_implementation == "sdpa"
 
 
-# --- tokens and masks -------------------------------------------------------------------------------------------------
-
-# Of the released Qwen2.5-VL checkpoints.
-QWEN = """{% set image_count = namespace(value=0) %}{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system
+# Of the released Qwen2.5-VL checkpoints, without its picture numbers and videos.
+QWEN = """{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system
 You are a helpful assistant.<|im_end|>
 {% endif %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}<|im_end|>
-{% else %}{% for content in message['content'] %}{% if content['type'] == 'image' or 'image' in content %}{% set image_count.value = image_count.value + 1 %}{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>
+{% else %}{% for content in message['content'] %}{% if content['type'] == 'image' or 'image' in content %}<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
@@ -181,11 +181,11 @@ def test_a_conversation_of_three_turns_is_one_render_of_the_chat_template(policy
         {"role": "assistant", "content": "```python\nx = 1\n```"},
         {"role": "user", "content": "<interpreter>\n(no output)\n</interpreter>"},
         {"role": "assistant", "content": ANSWER}]
-    whole = policy.processor.apply_chat_template(messages, chat_template=template, tokenize=False)
+    whole = policy.processor.apply_chat_template(messages, template, tokenize=False)
     assert whole.count("system\n") == 1 and whole.count("<|im_end|>\n") == 7
     ids = policy.processor(text=[whole], images=traj.images)["input_ids"][0]
     assert traj.ids == ids[:-1] and policy.decode(ids[-1:]) == "\n"      # the last turn ends with its sampled stop
-    start = policy.processor.apply_chat_template(messages[:2], chat_template=template, tokenize=False, add_generation_prompt=True)
+    start = policy.processor.apply_chat_template(messages[:2], template, add_generation_prompt=True, tokenize=False)
     assert traj.ids[:traj.n_prompt] == policy.processor(text=[start], images=traj.images[:1])["input_ids"][0]
 
 
@@ -195,11 +195,12 @@ def test_each_turn_is_trained_up_to_the_stop_that_was_sampled_and_not_beyond(pol
     assert policy.decode(turns[1][-1:]) == ">\n"             # a token that completes </code> and goes on
     traj, other = play((ask("p", SMALL), [turns, ["hm"]]))
     assert sampled(traj) == sum(turns, []) and sampled(other) == policy.encode(["hm", IM_END])
-    assert (traj.end, other.end) == (EndReason.ANSWERED, EndReason.NO_ACTION)
+    assert (traj.end, other.end) == (End.ANSWERED, End.NO_ACTION)
     # After </code> the turn is closed for the model, after a sampled <|im_end|> only the newline is missing.
     ends = [i for i in range(traj.n_prompt, len(traj.ids) - 1) if traj.action_mask[i] and not traj.action_mask[i + 1]]
     closing = [policy.tokenizer.convert_ids_to_tokens(traj.ids[i + 1:i + 4]) for i in ends]
-    assert closing == [["<|im_end|>", "Ċ", "<|im_start|>"]] * 2 + [["Ċ", "<|im_start|>", "u"]] + [["<|im_end|>", "Ċ", "<|im_start|>"]]
+    closed, ended = ["<|im_end|>", "Ċ", "<|im_start|>"], ["Ċ", "<|im_start|>", "u"]
+    assert closing == [closed, closed, ended, closed]
 
 
 def test_junk_outside_the_mask_moves_neither_loss_nor_gradient(policy, play):
@@ -220,7 +221,7 @@ def test_tokens_that_do_not_survive_decoding_stay_bit_identical(policy, play):
     assert policy.encode([policy.decode(turn)]) != turn
     traj, _ = play((ask("p"), [[turn, half + policy.encode([ANSWER, IM_END])], [half + policy.encode([IM_END])]]))
     assert sampled(traj) == turn + half + policy.encode([ANSWER, IM_END])
-    assert (traj.turns[0].result.text.strip(), traj.end) == ("7", EndReason.ANSWERED)
+    assert (traj.turns[0].result.text.strip(), traj.end) == ("7", End.ANSWERED)
     assert_exact(policy, [traj])
 
 
@@ -231,41 +232,38 @@ def test_printed_control_tokens_are_plain_text(policy, play):
     assert observed.count(policy.stop_ids[0]) == 2 and traj.n_visual_tokens == 4
 
 
-# --- stops and ends ---------------------------------------------------------------------------------------------------
-
-
 def test_tags_in_the_prompt_stop_and_score_nothing_and_each_row_stops_on_its_own(play):
     question = "Is </code> or <answer>red</answer> <code>print(1)</code> better?"
     scripts = [["<code>1</code>", ANSWER], ["Look. " * 8], ["one </code> more"], ["Look.\n<CODE>print(3)</CODE>", ANSWER]]
     trajs = play((ask("p", question=question), scripts), max_turn_tokens=60)
-    assert [[turn.kind for turn in traj.turns] for traj in trajs] == [["code", "answer"], ["none"], ["none"], ["code", "answer"]]
-    assert [traj.turns[0].text for traj in trajs] == ["<code>1</code>", "Look. " * 8, "one </code>", "Look.\n<CODE>print(3)</CODE>"]
+    assert [[turn.kind[0] for turn in traj.turns] for traj in trajs] == [["c", "a"], ["n"], ["n"], ["c", "a"]]
+    assert [traj.turns[0].text for traj in trajs] == [*(turns[0] for turns in scripts[:2]), "one </code>", scripts[3][0]]
     for traj in trajs:
         score(traj, Config())
     assert [traj.correct for traj in trajs] == [1, 0, 0, 1]
 
 
 def test_every_way_to_end_has_its_reason_and_its_reward(play):
-    last = [(["hm"], EndReason.NO_ACTION, 0), ([ANSWER], EndReason.ANSWERED, 1), ([CROP, ANSWER], EndReason.ANSWERED, 1.1),
-            ([CROP, code("1 / 0"), ANSWER], EndReason.ANSWERED, 1.1), ([CROP, CROP, CROP], EndReason.OUT_OF_TURNS, 0),
-            ([CROP, CROP, f"{ANSWER}<code>x</code>"], EndReason.ANSWERED, 1.2), (["<answer> </answer>"], EndReason.NO_ACTION, 0),
-            (["<interpreter>red</interpreter> <code>1"], EndReason.NO_ACTION, 0)]
+    last = [(["hm"], End.NO_ACTION, 0), ([ANSWER], End.ANSWERED, 1), ([CROP, ANSWER], End.ANSWERED, 1.1),
+            ([CROP, code("1 / 0"), ANSWER], End.ANSWERED, 1.1), ([CROP, CROP, CROP], End.OUT_OF_TURNS, 0),
+            ([CROP, CROP, f"{ANSWER}<code>x</code>"], End.ANSWERED, 1.2), (["<answer> </answer>"], End.NO_ACTION, 0),
+            (["<interpreter>red</interpreter> <code>1"], End.NO_ACTION, 0)]
     trajs = play((ask("p", SMALL), [turns for turns, _, _ in last]), max_turns=2)
     for traj, (_, end, reward) in zip(trajs, last):
         score(traj, Config())
         assert (traj.end, traj.reward) == (end, pytest.approx(reward)), traj.turns
     assert [turn.result is None for turn in trajs[4].turns] == [False, False, True]  # code in the last turn does not run
-    assert [traj.end for traj in play((ask("p"), [[ANSWER], [CROP]]), max_turns=0)] == [EndReason.ANSWERED, EndReason.OUT_OF_TURNS]
+    assert [traj.end for traj in play((ask("p"), [[ANSWER], [CROP]]), max_turns=0)] == [End.ANSWERED, End.OUT_OF_TURNS]
     failed, fine = play((ask("p"), [[code("1 / 0"), ANSWER], [code("x = 1"), ANSWER]]), end_on_error=True)
-    assert (failed.end, failed.turns[0].result.status, fine.end) == (EndReason.CODE_ERROR, "error", EndReason.ANSWERED)
+    assert (failed.end, failed.turns[0].result.status, fine.end) == (End.CODE_ERROR, "error", End.ANSWERED)
 
 
 def test_a_turn_cut_by_its_limit_is_too_long_whatever_it_holds(policy, play):
     trajs = play((ask("p", SMALL), [[CROP], [policy.encode([ANSWER + " so"])], [policy.encode(["```python\n1\n``` and so"])],
                                     [CROP, ANSWER]]), max_turn_tokens=9)
-    assert [(traj.end, len(sampled(traj)), traj.turns[0].result) for traj in trajs] == [(EndReason.TOO_LONG, 9, None)] * 4
+    assert [(traj.end, len(sampled(traj)), traj.turns[0].result) for traj in trajs] == [(End.TOO_LONG, 9, None)] * 4
     exact = len(policy.encode([ANSWER, IM_END]))             # the stop is the last token allowed
-    assert [traj.end for traj in play((ask("p"), [[ANSWER], [ANSWER]]), max_turn_tokens=exact)] == [EndReason.ANSWERED] * 2
+    assert [traj.end for traj in play((ask("p"), [[ANSWER], [ANSWER]]), max_turn_tokens=exact)] == [End.ANSWERED] * 2
 
 
 def test_an_observation_that_does_not_fit_is_left_out_whole(policy, play):
@@ -274,17 +272,17 @@ def test_an_observation_that_does_not_fit_is_left_out_whole(policy, play):
     full = turn.n_tokens + turn.n_observation_tokens
     for budget, n_images, n_turns in ((full - 8, 1, 1), (full, 1, 1), (full + 1, 2, 2)):
         traj = play(game, max_response_tokens=budget)[0]
-        assert (traj.end, len(traj.images), len(traj.turns)) == (EndReason.TOO_LONG, n_images, n_turns)
+        assert (traj.end, len(traj.images), len(traj.turns)) == (End.TOO_LONG, n_images, n_turns)
         assert len(traj.ids) - traj.n_prompt == (turn.n_tokens if n_turns == 1 else budget)   # nothing of it, or all
         assert_exact(policy, [traj])
     traj, other = play(game, max_images=1)
-    assert (traj.end, len(traj.images), other.end) == (EndReason.TOO_LONG, 1, EndReason.ANSWERED)
+    assert (traj.end, len(traj.images), other.end) == (End.TOO_LONG, 1, End.ANSWERED)
 
 
 def test_a_prompt_over_a_limit_or_unreadable_is_a_counted_end_before_sampling_and_the_others_go_on(policy, play, tmp_path):
     (tmp_path / "bad.png").write_bytes(b"no image")
-    long, bad, ended = EndReason.PROMPT_TOO_LONG, EndReason.TOOL_FAILURE, []
-    wanted = [(long, ask("p", BIG, SMALL)), (EndReason.ANSWERED, ask("q", BIG)), (long, ask("r", question="Which? " * 60)),
+    long, bad, ended = End.PROMPT_TOO_LONG, End.TOOL_FAILURE, []
+    wanted = [(long, ask("p", BIG, SMALL)), (End.ANSWERED, ask("q", BIG)), (long, ask("r", question="Which? " * 60)),
               (bad, ask("s", tmp_path / "bad.png")), (bad, ask("t", tmp_path / "none.png")), (bad, ask("u", noise(201, 1)))]
     trajs = play(*[(problem, [[ANSWER]] * 2) for _, problem in wanted], max_images=1, max_prompt_tokens=100,
                  tick=lambda kind, n: ended.append(n * (kind == "trajectories")))
@@ -299,8 +297,8 @@ def test_a_sandbox_that_cannot_serve_is_a_counted_end(play, opens):
     def fail(*_, **__):
         raise SandboxError("no sandbox")
     broken = SimpleNamespace(open=(lambda **_: SimpleNamespace(run=fail, close=fail)) if opens else fail)
-    failed, fine = play((ask("p"), [[code("x = 1"), ANSWER], [ANSWER]]), pool=broken)
-    assert (failed.end, fine.end) == (EndReason.TOOL_FAILURE, EndReason.ANSWERED)
+    trajs = play((ask("p"), [[code("x = 1"), ANSWER], [ANSWER]]), pool=broken)
+    assert [traj.end for traj in trajs] == [End.TOOL_FAILURE, End.ANSWERED]
 
 
 def test_variables_and_image_names_last_over_turns(policy, play):
@@ -320,25 +318,24 @@ def test_a_call_that_only_shows_an_input_again_is_a_no_op(play):
 
 
 def test_rows_of_a_group_cannot_see_each_other(play):
-    image = SMALL.copy()
     vandal = "import os\nx = 1\nimage_clue_0.paste((0, 0, 0), (0, 0, 60, 60))\nos.mkdir('d'); os.chdir('d')"
     look = "import os\nprint(image_clue_0.getpixel((5, 5)), os.path.basename(os.getcwd()) == 'd')"
-    a, b = play((ask("p", image), [[code(vandal), code(look), ANSWER], [code("y = 1"), code(look), code("print(x)"), ANSWER]]))
+    a, b = play((ask("p", SMALL), [[code(vandal), code(look), ANSWER], [code("y = 1"), code(look), code("print(x)"), ANSWER]]))
     assert a.turns[1].result.text.strip() == "(0, 0, 0) True"
     assert b.turns[1].result.text.strip() == f"{SMALL.getpixel((5, 5))} False"
     assert b.turns[2].result.status == "error" and "NameError" in b.turns[2].result.text
-    assert image.tobytes() == SMALL.tobytes()
+    assert SMALL.tobytes() == noise(60, 60).tobytes()
 
 
 def test_a_tool_image_arrives_under_the_limits_or_is_an_error_observation(policy, play):
     boxes = ["(10, 10, 10, 50)", "(10, 10, 50, 10)", "(50, 50, 10, 10)", "(0, 0, float('nan'), 9)", "(900, 900, 950, 950)"]
     lines = [f"image_clue_0.crop({box}).show()" for box in boxes] + ["Image.new('RGB', (201, 1)).show()"]
     for traj in play((ask("p", SMALL), [[code(line), ANSWER] for line in lines])):
-        assert (traj.turns[0].result.status, len(traj.images), traj.end) == ("error", 1, EndReason.ANSWERED)
+        assert (traj.turns[0].result.status, len(traj.images), traj.end) == ("error", 1, End.ANSWERED)
     sizes = [(1, 1), (5, 5), (27, 300), (672, 4), (4, 672), (10_000, 10_000)]
     trajs = play((ask("p"), [[code(f"Image.new('L', {size}).show()"), ANSWER] for size in sizes]))
     for size, traj in zip(sizes, trajs):
-        assert traj.end == EndReason.ANSWERED and len(traj.images) == (traj.turns[0].result.status == "ok"), size
+        assert traj.end == End.ANSWERED and len(traj.images) == (traj.turns[0].result.status == "ok"), size
         assert all(56 * 56 <= i.width * i.height <= 112 * 112 for i in traj.images)
         assert traj.n_visual_tokens >= 4 * len(traj.images)
     assert sum(len(traj.images) for traj in trajs) >= 5      # the largest may be refused
@@ -347,7 +344,8 @@ def test_a_tool_image_arrives_under_the_limits_or_is_an_error_observation(policy
 
 def test_ids_of_media_are_never_sampled_however_likely(policy, pool, monkeypatch):
     head, likely_V = policy.model.lm_head.forward, torch.zeros(len(policy.tokenizer))
-    likely_V[policy.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])] = 50
+    media = [f"<|{name}|>" for name in ("image_pad", "video_pad", "vision_start", "vision_end")]
+    likely_V[policy.tokenizer.convert_tokens_to_ids(media)] = 50
     monkeypatch.setattr(policy.model.lm_head, "forward", lambda hidden: head(hidden) + likely_V)
     trajs = sample(policy, pool, [ask("p", SMALL)], group_size=4)
     assert all(sampled(traj) for traj in trajs) and not likely_V[sum(map(sampled, trajs), [])].any()
@@ -357,16 +355,17 @@ def test_ids_of_media_are_never_sampled_however_likely(policy, pool, monkeypatch
 def test_the_checkpoints_generation_config_does_not_leak_into_sampling(policy, pool, monkeypatch):
     greedy = GenerationConfig(do_sample=True, temperature=1e-6, top_k=1, top_p=0.001, repetition_penalty=1.05)
     flat_V = torch.full((len(policy.tokenizer),), -1e4)
-    flat_V[:4] = torch.tensor([0.1, 0.2, 0.3, 0.4]).log() + 20    # far from 0, where a penalty would show
+    shares = torch.tensor([0.1, 0.2, 0.3, 0.4])              # of 4 x 25 ids: a top-k of 50 would show
+    flat_V[:100] = (shares / 25).repeat_interleave(25).log() + 20    # far from 0: a penalty would show
     monkeypatch.setattr(policy.model, "generation_config", greedy)
     monkeypatch.setattr(policy.model.lm_head, "forward", lambda hidden: flat_V.expand(*hidden.shape[:-1], -1).clone())
     trajs = sample(policy, pool, [ask("p")], group_size=32, max_turn_tokens=40)
     tokens = torch.tensor([sampled(traj) for traj in trajs])
-    frequencies = torch.bincount(tokens.flatten(), minlength=4) / tokens.numel()
+    frequencies = torch.bincount(tokens.flatten() // 25, minlength=4) / tokens.numel()
     assert tokens.shape == (32, 40) and policy.model.generation_config is greedy
-    torch.testing.assert_close(frequencies, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.05, rtol=0)   # sigma is 0.014
+    torch.testing.assert_close(frequencies, shares, atol=0.05, rtol=0)                  # sigma is 0.014
     logps = torch.tensor([traj.logps for traj in trajs])[:, -40:]
-    torch.testing.assert_close(logps.exp(), tokens.add(1) / 10, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logps.exp(), shares[tokens // 25] / 25, atol=1e-4, rtol=0)
 
 
 def test_a_seed_fixes_the_rollout_and_the_global_generator_is_left_alone(policy, pool):
