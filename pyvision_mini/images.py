@@ -22,7 +22,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
-    return image.convert("RGB") if image.mode != "RGB" else image.copy()
+    return image.convert("RGB") if image.mode != "RGB" else image        # exif_transpose has copied it
 
 
 def _to_uint8(pixels: np.ndarray, deep: bool) -> np.ndarray:

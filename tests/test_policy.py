@@ -34,8 +34,8 @@ def row(mode: str, *pixels, **info) -> Image.Image:
     (row("P", 0, 1, transparency=0), [(255, 255, 255), (0, 0, 255)]),
     (row("L", 0, 100, transparency=0), [(255, 255, 255), (100, 100, 100)]),
     (row("CMYK", (0, 0, 0, 0), (0, 255, 255, 0), (0, 0, 0, 255)), [(255, 255, 255), (255, 0, 0), (0, 0, 0)]),
-    (row("1", 0, 255), [(0, 0, 0), (255, 255, 255)]),
-    (row("L", 0, 200), [(0, 0, 0), (200, 200, 200)]),
+    (row("1", 0, 255), [(0, 0, 0), (255, 255, 255)]), (row("L", 0, 200), [(0, 0, 0), (200, 200, 200)]),
+    (row("I;16", 0, 200), [(0, 0, 0), (1, 1, 1)]),                                            # dark, but 16 bit for certain
     (Image.fromarray(np.array([[0, 257, 32896, 65535]], np.uint16)), [(v, v, v) for v in (0, 1, 128, 255)]),  # I;16
     (row("I;16", 0, 30000, transparency=0), [(0, 0, 0), (117, 117, 117)]),                    # 30000 / 65535 · 255
     (row("I", 0, 255), [(0, 0, 0), (255, 255, 255)]),                                         # 8 bit in an int
@@ -114,8 +114,8 @@ def test_text_that_spells_a_control_token_is_never_its_id(policy):
 
 
 def test_segments_encode_as_the_tokenizer_encodes_their_joined_text(policy):
-    segments = [IM_START, "user\n", "Look", ".\n", "<code", ">", VISION_START, IMAGE, VISION_END, "\n", IM_END, "\n"]
-    expected = "<|im_start|>user\nLook.\n<code><|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>\n<|im_end|>\n"
+    segments = [IM_START, "user\n", "Look", ".\n<code>", "\n", VISION_START, IMAGE, VISION_END, "\n", IM_END, "\n"]
+    expected = "<|im_start|>user\nLook.\n<code>\n<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>\n<|im_end|>\n"
     assert policy.encode(segments, [(1, 4, 6)]) == policy.tokenizer.encode(expected, add_special_tokens=False)
 
 

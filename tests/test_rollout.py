@@ -191,7 +191,7 @@ def test_a_conversation_of_three_turns_is_one_render_of_the_chat_template(policy
 
 def test_each_turn_is_trained_up_to_the_stop_that_was_sampled_and_not_beyond(policy, play):
     turns = [policy.encode([CROP]), policy.encode([CROP + "\n"]), policy.encode(["```python\n1\n```", IM_END]),
-             policy.encode(["<code>1</code>"]), policy.encode([ANSWER, END_OF_TEXT])]
+             policy.encode(["```python\n1\n```", END_OF_TEXT]), policy.encode([ANSWER, END_OF_TEXT])]
     assert policy.decode(turns[1][-1:]) == ">\n"             # a token that completes </code> and goes on
     traj, other = play((ask("p", SMALL), [turns, ["hm"]]))
     assert sampled(traj) == sum(turns, []) and sampled(other) == policy.encode(["hm", IM_END])
@@ -275,6 +275,9 @@ def test_an_observation_that_does_not_fit_is_left_out_whole(policy, play):
         assert (traj.end, len(traj.images), len(traj.turns)) == (End.TOO_LONG, n_images, n_turns)
         assert len(traj.ids) - traj.n_prompt == (turn.n_tokens if n_turns == 1 else budget)   # nothing of it, or all
         assert_exact(policy, [traj])
+    rows = ask("p", BIG), [[code("image_clue_0.show()"), "<code>1</code>"], [code("x = 1"), ANSWER]]
+    cut, other = play(rows, max_response_tokens=full + 3)    # the other row, of a longer limit, goes on
+    assert (cut.end, cut.turns[1].n_tokens, other.end) == (End.TOO_LONG, 3, End.ANSWERED)
     traj, other = play(game, max_images=1)
     assert (traj.end, len(traj.images), other.end) == (End.TOO_LONG, 1, End.ANSWERED)
 

@@ -1,0 +1,268 @@
+"""Published benchmark and training files → Problems: a table of readers, chosen by the columns of the first row.
+
+Promises: a row whose media are missing stays in (it fails at the rollout and counts as wrong); a row without a question or
+an answer is skipped and named; a gold that is not graded right against itself is named. docs/eval.md says where each
+format was read, and which could not be checked.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import json
+import os
+import random
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from pyvision_mini.config import UserError
+from pyvision_mini.data import _VIDEO_SUFFIXES, _read_rows, _to_problem
+from pyvision_mini.reward import check_gold
+from pyvision_mini.trajectory import Problem
+
+SUFFIXES = (".jsonl", ".json", ".tsv", ".parquet")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One format. `needs` are the columns that tell it; `a|b` is the first of two columns that is filled."""
+
+    name: str
+    needs: str                                   # comma separated
+    question: str = "question"
+    answer: str = "answer"
+    id: str = "id"
+    media: str = "image"                         # comma separated: all of them
+    category: str = ""                           # of the per-category average; "parent/child" averages twice
+    kind: Callable[[dict], str | None] = lambda row: None   # None: inferred from the gold
+    more: Callable[[dict], dict] = lambda row: {}           # what else follows from the published row; wins
+
+
+def _options(text: str) -> list[str]:
+    """The options of one text: "(A) red (B) green", "A. red;B. green"."""
+    return [part.strip(" ;\n") for part in re.split(r"(?:^|[;\s])\(?[A-H][.)]\s*", text.strip())[1:]]
+
+
+def _tagged(text: object) -> str:
+    """The last thing inside <answer> or <CONCLUSION>, or the whole text."""
+    found = re.findall(r"<(answer|CONCLUSION)>(.*?)</\1>", str(text), re.DOTALL)
+    return (found[-1][1] if found else str(text)).strip()
+
+
+def _is(column: str, **kinds: str) -> Callable[[dict], str | None]:
+    """The kind by what a column says; spaces and dashes in it are written as underscores."""
+    return lambda row: kinds.get(re.sub(r"[\s-]", "_", str(row.get(column))))
+
+
+def _vstar_text(row: dict) -> dict:
+    text = re.sub(r"\s*Answer with the option.s letter.*", "", row["text"], flags=re.DOTALL)
+    start = text.index("(A)")
+    return {"question": text[:start], "choices": _options(text[start:])}
+
+
+def _vstar_json(row: dict) -> dict:
+    """The annotation file has the right option first, always: shuffle, the same way each time."""
+    order = list(range(len(row["options"])))
+    random.Random(row["image"]).shuffle(order)
+    return {"choices": [row["options"][i] for i in order], "answer": chr(65 + order.index(0))}
+
+
+def _hrbench(row: dict) -> dict:
+    """Each question comes in several rows with its options moved on: one observation, not several."""
+    return {"choices": [row[c] for c in "ABCDEFGH" if row.get(c) not in (None, "")],
+            "variant_of": row["question"] + hashlib.sha1(row["image"].encode()).hexdigest(),
+            "media": [{"bytes": base64.b64decode(row["image"])}]}
+
+
+def _dynamath(row: dict) -> dict:
+    hint = " Please answer with a floating-point number to three decimals." * (row["answer_type"] == "float")
+    return {"variant_of": str(row["id"]), "question": row["question"] + hint}
+
+
+def _wemath(row: dict) -> dict:
+    return {"choices": _options(row["option"]), "variant_of": row["ID"], "id": f"{row['ID']}/{row['key']}"}
+
+
+def _vsi(row: dict) -> dict:
+    return {"source": re.sub(r"_(easy|medium|hard)$", r"/\1", row["question_type"]),  # three directions make one task
+            "choices": row.get("options") or None, "media": [f"{row['dataset']}/{row['scene_name']}.mp4"]}
+
+
+def _conversation(row: dict) -> dict:
+    turns = row["conversations"]
+    return {"question": next(t["value"] for t in turns if t["from"] == "human"), "answer": turns[-1]["value"]}
+
+
+def _first_gold(column: str) -> Callable[[dict], dict]:
+    return lambda row: {"answer": row[column][0] if isinstance(row[column], list) else row[column]}
+
+
+READERS = [
+    Reader("V* (test_questions.jsonl)", "text,label,category,image", "text", "label", "question_id", category="category",
+           more=_vstar_text),
+    Reader("V* (a JSON file per image)", "question,options,category,image", id="image", category="category",
+           more=_vstar_json),
+    Reader("HRBench", "index,question,answer,category,A,B,cycle_category,image", id="index", category="category",
+           kind=lambda row: "choice", more=_hrbench),
+    Reader("DynaMath", "ground_truth,answer_type,knowledge_level", answer="ground_truth", media="decoded_image|image",
+           category="subject", kind=_is("answer_type", float="math", multiple_choice="choice", text="text"),
+           more=_dynamath),
+    Reader("MathVerse", "sample_index,problem_index,problem_version,question_type", "question|query_wo", id="sample_index",
+           category="problem_version", kind=_is("question_type", multi_choice="choice", free_form="math")),
+    Reader("MathVision", "question,options,answer,level,subject", media="decoded_image|image", category="subject",
+           kind=lambda row: "choice" if row["options"] else "math", more=lambda row: {"choices": row["options"] or None}),
+    Reader("WeMath", "ID,knowledge concept,option,key,image_path", media="image_path", category="key",
+           kind=lambda row: "choice", more=_wemath),
+    Reader("TIR-Bench", "task,prompt,image_1,answer", "prompt", media="image_1,image_2", category="task"),
+    Reader("VSI-Bench", "dataset,scene_name,question_type,ground_truth", answer="ground_truth",
+           kind=lambda row: "choice" if row.get("options") else "number", more=_vsi),
+    Reader("SpaceR", "problem,solution,problem_type,path,data_type", "problem", "solution", "problem_id", "path",
+           "problem_type", _is("problem_type", multiple_choice="choice", regression="number", numerical="number"),
+           lambda row: {"choices": row.get("options") or None}),
+    Reader("LongVILA (LongVideo-Reason)", "problem,problem_type,videos,answer", "problem", id="problem_id", media="videos"),
+    Reader("Mini-o3 (VisualProbe, DeepEyes)", "problem,solution,images", "problem", "solution", "doc_id", "images",
+           "data_source"),
+    Reader("V-Thinker (V-Interaction)", "question,image,answer,original_img_code"),
+    Reader("MMK12", "question,subject,image", answer="correct_answer|answer", category="subject"),
+    Reader("ChartQA", "query,label", "query", media="imgname|image", more=_first_gold("label")),
+    Reader("InfoVQA", "questionId,question,image_local_name,answers", id="questionId", media="image_local_name",
+           kind=lambda row: "text", more=_first_gold("answers")),
+    Reader("MMPR", "question,chosen,rejected",
+           more=lambda row: {"answer": re.split(r"(?i)answer\s*:", row["chosen"])[-1].strip(" *\n")}),
+    Reader("GMAI-Reasoning, LLaVA-CoT", "conversations", more=_conversation),
+    # The next two are read as data.py reads them.
+    Reader("PyVision-RL, DeepEyes", "reward_model,prompt", "", media="images"),
+    Reader("own rows", "question,answer", "", media="image,images,image_path,video,videos,video_path"),
+]
+
+
+def load_benchmark(path: str | Path, media: Path) -> tuple[str, list[Problem], dict[str, list[str]]]:
+    """File or folder → (format, problems, {"skipped_rows", "bad_golds"}: a line per row).
+
+    Images inside the file are unpacked once into the folder `media`. UserError when no reader knows the columns.
+    """
+    reader, problems, skipped, bad = None, {}, [], []
+    for number, (folder, row) in enumerate(_rows(Path(path)), start=1):
+        try:
+            reader = reader or _find_reader(row)
+            problem = _problem(reader, row, number, folder, media)
+        except (ValueError, KeyError, TypeError, StopIteration) as error:
+            skipped.append(f"row {number}: {type(error).__name__}: {error}")
+            continue
+        problem.id += f"#{number}" * (problem.id in problems)
+        problems[problem.id] = problem
+        if not check_gold(problem):
+            bad.append(f"row {number} (id {problem.id}): gold {problem.answer!r} is not graded right as {problem.kind}")
+    if not problems:
+        raise UserError(f"{path}: no usable row; {skipped[0] if skipped else 'no file of ' + ', '.join(SUFFIXES)}")
+    return reader.name, list(problems.values()), {"skipped_rows": skipped, "bad_golds": bad}
+
+
+def _find_reader(row: dict) -> Reader:
+    """The reader that recognises most of the row's columns, the earlier one if several do."""
+    fits = [reader for reader in READERS if set(reader.needs.split(",")) <= set(row)]
+    if not fits:
+        known = "; ".join(f"{reader.name}: {reader.needs}" for reader in READERS)
+        raise UserError(f"no known format has the columns {', '.join(map(str, row))}; known are {known}")
+    return max(fits, key=lambda reader: (bool(reader.question), reader.needs.count(",")))
+
+
+def _problem(reader: Reader, row: dict, number: int, folder: Path, media: Path) -> Problem:
+    """A published row → a row of ours → a Problem. Raises ValueError with the reason to skip it."""
+    columns = reader.media.split(",")
+    if reader.question:
+        out = {"id": _first(row, reader.id), "question": _first(row, reader.question), "kind": reader.kind(row),
+               "answer": _first(row, reader.answer), "source": _first(row, reader.category), **reader.more(row)}
+        out["answer"] = _tagged("" if out["answer"] is None else out["answer"])
+        out["question"] = re.sub(r"<image\s*\d*>|^Question:\s*", "", str(out["question"] or "")).strip()
+    else:
+        out = {key: value for key, value in row.items() if key not in (*columns, "mm_hint")}
+        hint = (row.get("mm_hint") or {}).get("hint_path")
+        out["media"] = [hint] if hint else None
+    values, variant_of = out.pop("media", None) or [_first(row, names) for names in columns], out.pop("variant_of", "")
+    problem = _to_problem({key: value for key, value in out.items() if value is not None}, f"row-{number}", folder)
+    problem.variant_of = variant_of
+    for value in (v for vs in values if vs for v in (vs if isinstance(vs, (list, tuple)) else [vs]) if v):
+        file = _file(value, folder, media)
+        name = "videos" if file.suffix.lower() in _VIDEO_SUFFIXES else "images"
+        setattr(problem, name, (*getattr(problem, name), file))
+    return problem
+
+
+def _first(row: dict, names: str) -> object:
+    return next((row[name] for name in names.split("|") if row.get(name) not in (None, "")), None)
+
+
+def _file(value: object, folder: Path, media: Path) -> Path:
+    """A media value as a file: a path below the data's folder or beside it, or bytes that are unpacked."""
+    if isinstance(value, dict) and value.get("bytes"):
+        path = media / f"{hashlib.sha1(value['bytes']).hexdigest()}.png"   # PIL reads the content, not the suffix
+        if not path.is_file():
+            media.mkdir(parents=True, exist_ok=True)
+            (partial := path.with_suffix(f".{os.getpid()}")).write_bytes(value["bytes"])
+            partial.replace(path)
+        return path
+    name = str(value["path"] if isinstance(value, dict) else value)
+    roots = (folder, *(folder / sub for sub in ("images", "data", "videos", "png")), folder.parent)
+    found = [root / n for n in (name, name.lstrip("/")) for root in roots if os.path.isfile(root / n)]
+    return found[0] if found else folder / name
+
+
+def _rows(path: Path) -> Iterator[tuple[Path, dict]]:
+    """(folder its media are in, row) of a file, of all data files of a folder, or of V*'s two folders of JSON files."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in (*path.iterdir(), *path.glob("data/*")) if file.suffix in SUFFIXES)
+        for note in (n for kind in ("direct_attributes", "relative_position") for n in sorted(path.glob(f"{kind}/*.json"))
+                     if not files):
+            image = next((f for f in note.parent.glob(f"{note.stem}.*") if f.suffix != ".json"), note.with_suffix(".jpg"))
+            yield path, {**json.loads(note.read_text()), "category": note.parent.name,
+                         "image": str(image.relative_to(path))}
+    for file in files:
+        yield from ((file.parent, row) for row in _file_rows(file))
+
+
+def _file_rows(file: Path) -> Iterator[dict]:
+    if file.suffix == ".parquet":
+        try:
+            from pyarrow.parquet import ParquetFile
+        except ImportError:
+            raise UserError(f"{file}: reading parquet needs pyarrow: pip install pyarrow") from None
+        for batch in ParquetFile(file).iter_batches(64):
+            yield from batch.to_pylist()
+    elif file.suffix == ".tsv":
+        csv.field_size_limit(sys.maxsize)
+        with file.open(newline="", encoding="utf-8") as lines:
+            yield from csv.DictReader(lines, delimiter="\t")
+    else:
+        for number, row in _read_rows(file):
+            try:
+                row = json.loads(row) if isinstance(row, str) else row
+            except json.JSONDecodeError as error:
+                raise UserError(f"{file}: line {number} is not JSON: {error}") from None
+            yield row if isinstance(row, dict) else {"": row}
+
+
+def wemath_scores(right: dict[tuple[str, str], float]) -> dict[str, float]:
+    """{(ID, key): right} → We-Math's four dimensions and scores (arXiv 2407.01284), as shares of its composite problems."""
+    steps: dict[str, dict[str, bool]] = defaultdict(dict)
+    for (name, key), value in right.items():
+        steps[name][key.rsplit("_", 1)[-1]] = value >= 0.5
+    whole = [(found.pop("multi"), list(found.values())) for found in steps.values() if "multi" in found and len(found) > 1]
+    if not whole:
+        return {}
+    scores = {"insufficient_knowledge": fmean(not multi and not all(parts) for multi, parts in whole),
+              "inadequate_generalization": fmean(not multi and all(parts) for multi, parts in whole)}
+    for name, mastered in (("strict", all), ("loose", any)):
+        rote = fmean(multi and not mastered(parts) for multi, parts in whole)
+        complete = fmean(multi and mastered(parts) for multi, parts in whole)
+        lost = scores["insufficient_knowledge"] + 0.5 * scores["inadequate_generalization"] + rote
+        scores |= {f"complete_mastery_{name}": complete, f"score_{name}": 1 - lost,
+                   f"rote_memorization_{name}": rote / (rote + complete) if rote + complete else 0.0}
+    return scores
