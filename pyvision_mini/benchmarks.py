@@ -1,8 +1,7 @@
 """Published benchmark and training files → Problems: a table of readers, chosen by the columns of the first row.
 
-Promises: a row whose media are missing stays in (it fails at the rollout and counts as wrong); a row without a question or
-an answer is skipped and named; a gold that is not graded right against itself is named. docs/eval.md says where each
-format was read, and which could not be checked.
+Promises: a row whose media are missing stays in, fails at the rollout and counts as wrong; one without a question or an
+answer is skipped and named, one whose gold is not graded right against itself named. docs/eval.md: the formats' sources.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from pyvision_mini.reward import check_gold
 from pyvision_mini.trajectory import Problem
 
 SUFFIXES = (".jsonl", ".json", ".tsv", ".parquet")
+FLOAT = " Please answer with a floating-point number to three decimals."   # as DynaMath asks; graded by value
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ def _options(text: str) -> list[str]:
 
 def _tagged(text: object) -> str:
     """The last thing inside <answer> or <CONCLUSION>, or the whole text."""
-    found = re.findall(r"<(answer|CONCLUSION)>(.*?)</\1>", str(text), re.DOTALL)
-    return (found[-1][1] if found else str(text)).strip()
+    return ([str(text)] + [b for _, b in re.findall(r"<(answer|CONCLUSION)>(.*?)</\1>", str(text), re.DOTALL)])[-1].strip()
 
 
 def _is(column: str, **kinds: str) -> Callable[[dict], str | None]:
@@ -74,15 +73,10 @@ def _vstar_json(row: dict) -> dict:
 
 
 def _hrbench(row: dict) -> dict:
-    """Each question comes in several rows with its options moved on: one observation, not several."""
+    """A question comes in several rows with its options moved on: one observation, not several."""
     return {"choices": [row[c] for c in "ABCDEFGH" if row.get(c) not in (None, "")],
             "variant_of": row["question"] + hashlib.sha1(row["image"].encode()).hexdigest(),
             "media": [{"bytes": base64.b64decode(row["image"])}]}
-
-
-def _dynamath(row: dict) -> dict:
-    hint = " Please answer with a floating-point number to three decimals." * (row["answer_type"] == "float")
-    return {"variant_of": str(row["id"]), "question": row["question"] + hint}
 
 
 def _wemath(row: dict) -> dict:
@@ -94,32 +88,24 @@ def _vsi(row: dict) -> dict:
             "choices": row.get("options") or None, "media": [f"{row['dataset']}/{row['scene_name']}.mp4"]}
 
 
-def _conversation(row: dict) -> dict:
-    turns = row["conversations"]
-    return {"question": next(t["value"] for t in turns if t["from"] == "human"), "answer": turns[-1]["value"]}
-
-
-def _first_gold(column: str) -> Callable[[dict], dict]:
-    return lambda row: {"answer": row[column][0] if isinstance(row[column], list) else row[column]}
-
-
 READERS = [
     Reader("V* (test_questions.jsonl)", "text,label,category,image", "text", "label", "question_id", category="category",
            more=_vstar_text),
-    Reader("V* (a JSON file per image)", "question,options,category,image", id="image", category="category",
-           more=_vstar_json),
+    Reader("V* (JSON per image)", "question,options,category,image", id="image", category="category", more=_vstar_json),
     Reader("HRBench", "index,question,answer,category,A,B,cycle_category,image", id="index", category="category",
            kind=lambda row: "choice", more=_hrbench),
     Reader("DynaMath", "ground_truth,answer_type,knowledge_level", answer="ground_truth", media="decoded_image|image",
            category="subject", kind=_is("answer_type", float="math", multiple_choice="choice", text="text"),
-           more=_dynamath),
+           more=lambda row: {"variant_of": str(row["id"]),
+                             "question": row["question"] + FLOAT * (row["answer_type"] == "float")}),
     Reader("MathVerse", "sample_index,problem_index,problem_version,question_type", "question|query_wo", id="sample_index",
            category="problem_version", kind=_is("question_type", multi_choice="choice", free_form="math")),
     Reader("MathVision", "question,options,answer,level,subject", media="decoded_image|image", category="subject",
            kind=lambda row: "choice" if row["options"] else "math", more=lambda row: {"choices": row["options"] or None}),
     Reader("WeMath", "ID,knowledge concept,option,key,image_path", media="image_path", category="key",
            kind=lambda row: "choice", more=_wemath),
-    Reader("TIR-Bench", "task,prompt,image_1,answer", "prompt", media="image_1,image_2", category="task"),
+    Reader("TIR-Bench", "task,prompt,image_1,answer", "prompt", media="image_1,image_2", category="task",
+           more=lambda row: {"answer": str(row["answer"])}),
     Reader("VSI-Bench", "dataset,scene_name,question_type,ground_truth", answer="ground_truth",
            kind=lambda row: "choice" if row.get("options") else "number", more=_vsi),
     Reader("SpaceR", "problem,solution,problem_type,path,data_type", "problem", "solution", "problem_id", "path",
@@ -130,13 +116,13 @@ READERS = [
            "data_source"),
     Reader("V-Thinker (V-Interaction)", "question,image,answer,original_img_code"),
     Reader("MMK12", "question,subject,image", answer="correct_answer|answer", category="subject"),
-    Reader("ChartQA", "query,label", "query", media="imgname|image", more=_first_gold("label")),
-    Reader("InfoVQA", "questionId,question,image_local_name,answers", id="questionId", media="image_local_name",
-           kind=lambda row: "text", more=_first_gold("answers")),
+    Reader("ChartQA", "query,label", "query", "label", media="imgname|image"),
+    Reader("InfoVQA", "questionId,question,image_local_name,answers", "question", "answers", "questionId",
+           "image_local_name", kind=lambda row: "text"),
     Reader("MMPR", "question,chosen,rejected",
            more=lambda row: {"answer": re.split(r"(?i)answer\s*:", row["chosen"])[-1].strip(" *\n")}),
-    Reader("GMAI-Reasoning, LLaVA-CoT", "conversations", more=_conversation),
-    # The next two are read as data.py reads them.
+    Reader("GMAI-Reasoning, LLaVA-CoT", "conversations", more=lambda row: {   # the human asks first, the answer is last
+        "question": row["conversations"][0]["value"], "answer": row["conversations"][-1]["value"]}),
     Reader("PyVision-RL, DeepEyes", "reward_model,prompt", "", media="images"),
     Reader("own rows", "question,answer", "", media="image,images,image_path,video,videos,video_path"),
 ]
@@ -150,9 +136,10 @@ def load_benchmark(path: str | Path, media: Path) -> tuple[str, list[Problem], d
     reader, problems, skipped, bad = None, {}, [], []
     for number, (folder, row) in enumerate(_rows(Path(path)), start=1):
         try:
+            row = json.loads(row) if isinstance(row, str) else row
             reader = reader or _find_reader(row)
             problem = _problem(reader, row, number, folder, media)
-        except (ValueError, KeyError, TypeError, StopIteration) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             skipped.append(f"row {number}: {type(error).__name__}: {error}")
             continue
         problem.id += f"#{number}" * (problem.id in problems)
@@ -179,7 +166,8 @@ def _problem(reader: Reader, row: dict, number: int, folder: Path, media: Path) 
     if reader.question:
         out = {"id": _first(row, reader.id), "question": _first(row, reader.question), "kind": reader.kind(row),
                "answer": _first(row, reader.answer), "source": _first(row, reader.category), **reader.more(row)}
-        out["answer"] = _tagged("" if out["answer"] is None else out["answer"])
+        gold = out["answer"][0] if isinstance(out["answer"], list) else out["answer"]   # several right ones: the first
+        out["answer"] = gold and _tagged(gold)
         out["question"] = re.sub(r"<image\s*\d*>|^Question:\s*", "", str(out["question"] or "")).strip()
     else:
         out = {key: value for key, value in row.items() if key not in (*columns, "mm_hint")}
@@ -188,7 +176,7 @@ def _problem(reader: Reader, row: dict, number: int, folder: Path, media: Path) 
     values, variant_of = out.pop("media", None) or [_first(row, names) for names in columns], out.pop("variant_of", "")
     problem = _to_problem({key: value for key, value in out.items() if value is not None}, f"row-{number}", folder)
     problem.variant_of = variant_of
-    for value in (v for vs in values if vs for v in (vs if isinstance(vs, (list, tuple)) else [vs]) if v):
+    for value in (v for vs in values for v in (vs if isinstance(vs, list) else [vs]) if v):
         file = _file(value, folder, media)
         name = "videos" if file.suffix.lower() in _VIDEO_SUFFIXES else "images"
         setattr(problem, name, (*getattr(problem, name), file))
@@ -214,21 +202,20 @@ def _file(value: object, folder: Path, media: Path) -> Path:
     return found[0] if found else folder / name
 
 
-def _rows(path: Path) -> Iterator[tuple[Path, dict]]:
+def _rows(path: Path) -> Iterator[tuple[Path, object]]:
     """(folder its media are in, row) of a file, of all data files of a folder, or of V*'s two folders of JSON files."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in (*path.iterdir(), *path.glob("data/*")) if file.suffix in SUFFIXES)
-        for note in (n for kind in ("direct_attributes", "relative_position") for n in sorted(path.glob(f"{kind}/*.json"))
-                     if not files):
-            image = next((f for f in note.parent.glob(f"{note.stem}.*") if f.suffix != ".json"), note.with_suffix(".jpg"))
-            yield path, {**json.loads(note.read_text()), "category": note.parent.name,
-                         "image": str(image.relative_to(path))}
+        notes = [] if files else [*path.glob("direct_attributes/*.json"), *path.glob("relative_position/*.json")]
+        for note in sorted(notes):
+            image = next((f for f in note.parent.glob(f"{note.stem}.*") if f != note), note.with_suffix(".jpg"))
+            yield path, {**json.loads(note.read_text()), "category": note.parent.name, "image": str(image.relative_to(path))}
     for file in files:
         yield from ((file.parent, row) for row in _file_rows(file))
 
 
-def _file_rows(file: Path) -> Iterator[dict]:
+def _file_rows(file: Path) -> Iterator[object]:
     if file.suffix == ".parquet":
         try:
             from pyarrow.parquet import ParquetFile
@@ -241,12 +228,7 @@ def _file_rows(file: Path) -> Iterator[dict]:
         with file.open(newline="", encoding="utf-8") as lines:
             yield from csv.DictReader(lines, delimiter="\t")
     else:
-        for number, row in _read_rows(file):
-            try:
-                row = json.loads(row) if isinstance(row, str) else row
-            except json.JSONDecodeError as error:
-                raise UserError(f"{file}: line {number} is not JSON: {error}") from None
-            yield row if isinstance(row, dict) else {"": row}
+        yield from (row for _, row in _read_rows(file))
 
 
 def wemath_scores(right: dict[tuple[str, str], float]) -> dict[str, float]:

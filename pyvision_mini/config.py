@@ -111,22 +111,24 @@ class _Parser(HfArgumentParser):
         raise UserError(f"{message} (--help lists the flags)")
 
 
-def parse_config(argv: list[str] | None = None, **defaults) -> Config:
-    """Flags → Config. `defaults` are a script's own; PAPER goes over them with --model, explicit flags over all."""
+def parse_config(argv: list[str] | None = None, extra: type | None = None, paper: dict | None = None, **defaults):
+    """Flags → Config, or (Config, extra) with a second dataclass of flags. `defaults` are a script's own; PAPER and the
+    script's changes to it, `paper`, go over them with --model, explicit flags over all."""
     argv = sys.argv[1:] if argv is None else argv
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     peek.add_argument("--model", default="")
-    parser = _Parser(Config, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = _Parser([Config] + [extra] * bool(extra), allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.set_defaults(**defaults)
     if peek.parse_known_args(argv)[0].model:
-        parser.set_defaults(**asdict(PAPER))
+        parser.set_defaults(**asdict(PAPER) | (paper or {}))
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         raise UserError(f"unknown argument {unknown[0]} (--help lists the flags)")
-    cfg = Config(**vars(namespace))
+    values = vars(namespace)
+    cfg = Config(**{field.name: values.pop(field.name) for field in fields(Config)})
     if cfg.model and not cfg.data:
-        raise UserError("--model without --data: say which problems to train on with --data FILE (JSON or JSONL)")
-    return cfg
+        raise UserError("--model without --data: say which problems with --data FILE")
+    return (cfg, extra(**values)) if extra else cfg
 
 
 def save_config(cfg: Config, path: Path) -> None:

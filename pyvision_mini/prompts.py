@@ -66,6 +66,9 @@ TEMPLATES = {
 }
 # For baselines without a tool; also what the tiny policy's first lessons use.
 TEMPLATES["direct"] = Template("Answer at once.", "", "{videos}", ("", ""), "")
+TEMPLATES["paper_direct"] = Template(
+    "You are a helpful assistant. Solve the problem step by step. Give the final answer as" + _PAPER_SYSTEM[
+        _PAPER_SYSTEM.index("\n<answer>"):], "", "The video is not shown: {videos}", ("", ""), "")
 # The authors' released weights saw <tool_response> and "Text Result:" around what a tool returned.
 TEMPLATES["released"] = Template(
     system=_PAPER_SYSTEM, image_hint=TEMPLATES["paper"].image_hint, video_hint=TEMPLATES["paper"].video_hint,

@@ -38,6 +38,7 @@ class Problem:
     videos: tuple[str | Path, ...] = ()
     about: str = ""                                  # what the prompt says of the videos; rollout.describe fills it in
     source: str = ""                                 # data set or category, for per-source averages
+    variant_of: str = ""                             # variants of one question share it: one observation in evaluations
 
 
 @dataclass
