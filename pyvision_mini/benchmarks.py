@@ -244,7 +244,6 @@ def wemath_scores(right: dict[tuple[str, str], float]) -> dict[str, float]:
     for name, mastered in (("strict", all), ("loose", any)):
         rote = fmean(multi and not mastered(parts) for multi, parts in whole)
         complete = fmean(multi and mastered(parts) for multi, parts in whole)
-        lost = scores["insufficient_knowledge"] + 0.5 * scores["inadequate_generalization"] + rote
-        scores |= {f"complete_mastery_{name}": complete, f"score_{name}": 1 - lost,
+        scores |= {f"complete_mastery_{name}": complete, f"score_{name}": complete + 0.5 * scores["inadequate_generalization"],
                    f"rote_memorization_{name}": rote / (rote + complete) if rote + complete else 0.0}
     return scores

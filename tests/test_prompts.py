@@ -74,8 +74,8 @@ def test_a_sampled_end_is_not_closed_twice_silence_is_said_and_released_weights_
 
 # --- the package ------------------------------------------------------------------------------------------------------
 
-ORDER = ["config", "images", "trajectory", "data", "prompts", "sandbox_worker", "sandbox", "policy", "rollout", "reward",
-         "benchmarks", "selection", "grpo", "report", "trainer", "toy"]
+ORDER = ["config", "images", "trajectory", "data", "prompts", "lockdown", "sandbox_worker", "sandbox", "policy", "rollout", "judge",
+         "reward", "benchmarks", "selection", "grpo", "taxonomy", "report", "trainer", "toy"]
 TREES = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py")}
 
 
@@ -101,7 +101,7 @@ def test_imports_point_only_up_the_reading_order_and_no_file_hides_a_standard_mo
 
 
 def test_the_sandbox_child_never_imports_torch():
-    assert imported(TREES["sandbox_worker"]) == {"images"}
+    assert imported(TREES["sandbox_worker"]) == {"images", "lockdown"}
     code = "import sys, pyvision_mini.images; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
 
