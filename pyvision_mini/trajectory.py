@@ -36,8 +36,8 @@ class Problem:
     choices: list[str] | None = None                 # option texts, in the order of the letters A, B, ...
     images: tuple[str | Path | Image.Image, ...] = ()
     videos: tuple[str | Path, ...] = ()
-    about: str = ""                                  # what the prompt says of the videos; rollout.describe fills it in
     source: str = ""                                 # data set or category, for per-source averages
+    about: str = ""                                  # what the prompt says of the videos; rollout.describe fills it in
     variant_of: str = ""                             # variants of one question share it: one observation in evaluations
 
 
