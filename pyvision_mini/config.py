@@ -75,12 +75,12 @@ class Config:
     lr: float = _f(1e-4, "AdamW learning rate, constant")
     weight_decay: float = _f(0.01, "AdamW weight decay")
     grad_clip: float = _f(1.0, "maximum gradient norm")
-    micro_batch_tokens: int = _f(16384, "tokens per forward-backward, padding included")
+    micro_batch_tokens: int = _f(4096, "tokens per forward-backward, padding included")
     gradient_checkpointing: bool = _f(False, "recompute activations in the backward pass")
     # evaluation, checkpoints
     eval_every: int = _f(0, "steps between held-out evaluations; 0: only before and after training")
     eval_n: int = _f(200, "held-out problems per evaluation")
-    eval_temperature: float = _f(0.5, "sampling temperature of evaluations")
+    eval_temperature: float = _f(1.0, "sampling temperature of evaluations")
     save_every: int = _f(20, "steps between checkpoints; the last step always saves")
     keep_checkpoints: int = _f(2, "newest checkpoints kept")
 
@@ -97,12 +97,33 @@ class Config:
                 raise UserError(f"--{name} {getattr(self, name)}: must be greater than 0")
 
 
+@dataclass
+class EvalConfig:
+    """The flags of eval.py beside Config's."""
+
+    k: int = _f(1, "samples per problem, for avg@k and pass@k")
+    n: int = _f(0, "problems per data set, the first ones; 0: all, of generated ones 100")
+    baseline: str = _f("none", "beside the agent: direct (one answer without a tool), uniform (the same with frames of the "
+                       "video in the prompt) or both", ["none", "direct", "uniform", "both"])
+    frames: int = _f(8, "frames per video of the uniform baseline")
+    judge: str = _f("none", "answers an LLM judges where rules do not find them right: those of kind text, or all",
+                    ["none", "text", "all"])
+    judge_url: str = _f("", "OpenAI-compatible endpoint, e.g. http://127.0.0.1:8000/v1")
+    judge_model: str = _f("", "the judge's name at the endpoint")
+
+    def __post_init__(self):
+        if min(self.k, self.frames) < 1 or self.n < 0:
+            raise UserError("--k and --frames must be at least 1, --n at least 0")
+        if self.judge != "none" and not (self.judge_url and self.judge_model):
+            raise UserError(f"--judge {self.judge}: name the judge with --judge_url and --judge_model")
+
+
 # The paper's settings for a 7B policy on 8 GPUs (section 4.1; video and evaluation differ where the scripts say so).
 PAPER = Config(
     steps=700, group_size=8, rollout_rows=64, max_turns=4, max_pixels=2_000_000, min_pixels=56 * 56, max_images=32,
     max_prompt_tokens=32_000, max_turn_tokens=10_240, max_response_tokens=20_480, template="paper", sandbox="strict",
     tool_timeout_s=30.0, problems_per_round=32, groups_per_step=16, lr=1e-6, micro_batch_tokens=32_768,
-    gradient_checkpointing=True, eval_every=50, save_every=50,
+    gradient_checkpointing=True, eval_every=50, save_every=50, eval_temperature=0.5,
 )
 
 

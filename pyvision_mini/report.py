@@ -9,14 +9,18 @@ import json
 import resource
 import sys
 import time
-from collections import Counter
+from base64 import b64encode
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from html import escape
+from math import sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import torch
 from tqdm import tqdm
 
+from pyvision_mini.benchmarks import wemath_scores
 from pyvision_mini.config import Config, explicit, save_config
 from pyvision_mini.selection import Selection
 from pyvision_mini.trajectory import Trajectory
@@ -247,3 +251,93 @@ def draw_curves(rows: list[dict], evaluations: list[dict], path: Path, title: st
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=90)
+
+
+# --- eval.py ----------------------------------------------------------------------------------------------------------
+
+
+def merge_samples(out: Path, k: int = 0) -> list[dict]:
+    """All ranks' samples → samples.jsonl. With k: without problems that lack one of k graded samples."""
+    files = sorted(out.glob("samples*.jsonl"))
+    rows = [row for file in files for row in read_metrics(file)]
+    graded = Counter((row["data"], row["setting"], row["id"]) for row in rows if row["accuracy"] is not None)
+    rows = [row for row in rows if not k or graded[row["data"], row["setting"], row["id"]] == k]
+    (partial := out / "samples.partial").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    partial.replace(out / "samples.jsonl")
+    for file in files:
+        if file.name != "samples.jsonl":
+            file.unlink()
+    return rows
+
+
+def summarize(rows: list[dict]) -> dict:
+    """Samples → one line of the table. Ungraded ones (a judge that failed) are counted, and in no accuracy."""
+    problems, variants, categories, parents = (defaultdict(list) for _ in range(4))
+    for row in rows:
+        if row["accuracy"] is not None:
+            problems[row["data"], row["id"], row["variant_of"], row["category"]].append(row["accuracy"])
+    for (data, name, variant, category), values in problems.items():
+        variants[data, variant or name].append(fmean(values))
+        categories[category or data].append(fmean(values))
+    for name, values in categories.items():
+        parents[name.split("/")[0]].append(fmean(values))
+    once, n = [fmean(values) for values in variants.values()], len({(row["data"], row["id"]) for row in rows})
+    tools = Counter(label for row in rows for label in row["tools"])
+    result = {
+        "accuracy": fmean(map(fmean, problems.values())) if problems else None, "n": n, "k": len(rows) // max(n, 1),
+        # Over problems, variants of one as one: samples of a problem are no independent evidence.
+        "ci95": 1.96 * stdev(once) / sqrt(len(once)) if len(once) > 1 else None,
+        "pass_k": fmean(map(max, problems.values())) if problems else None,
+        "macro": fmean(map(fmean, parents.values())) if problems else None,
+        "categories": {name: {"accuracy": fmean(values), "n": len(values)} for name, values in sorted(categories.items())},
+        "tool_calls": _mean(rows, "calls"),
+        **{key: _mean(rows, key) for key in ("no_op_calls", "error_calls", "turns", "visual_tokens", "text_tokens")},
+        "no_call_share": fmean(row["calls"] == 0 for row in rows), "ends": dict(Counter(row["end"] for row in rows)),
+        "tools": {label: count / tools.total() for label, count in tools.most_common()},
+        "judged": sum(row["judge"] in ("right", "wrong") for row in rows),
+        "ungraded": sum(row["accuracy"] is None for row in rows),
+        "grader_failures": sum(row["grader_failed"] for row in rows),
+        "failed": sorted({row["id"] for row in rows if row["end"] == "tool_failure"})}
+    if len(once) < len(problems):
+        result["worst_variant"] = fmean(map(min, variants.values()))
+    tries = [{(r["variant_of"], r["category"]): r["accuracy"] or 0.0 for r in rows if r["sample"] == i} for i in range(result["k"])]
+    if scores := [one for one in map(wemath_scores, tries) if one]:
+        result["wemath"] = {key: fmean(one[key] for one in scores) for key in scores[0]}
+    return result
+
+
+def write_results(rows: list[dict], settings: dict, notes: dict, out: Path, started: float) -> None:
+    """Samples → the printed table, summary.json, results.png and results.html. The agent's numbers head the summary."""
+    from matplotlib.figure import Figure
+
+    parts: dict[str, list[dict]] = defaultdict(list)
+    for row in rows:
+        parts[f"{row['data']}, {row['setting']}"].append(row)
+    results = {name: summarize(part) for name, part in parts.items()}
+    summary = summarize([row for row in rows if row["setting"] == "agent"]) | {
+        "results": results, "settings": settings, "rows": notes, "seconds": time.time() - started}
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    lines = [f"{'':40} avg@k   ±95%  pass@k  macro      n  calls  no-op  error  none  turns  img tok  text tok"]
+    for name, r in results.items():
+        numbers = [f"{'-' if r[key] is None else format(r[key], '.3f'):>6}" for key in ("accuracy", "ci95", "pass_k", "macro")]
+        lines.append(f"{name[:40]:40}{' '.join(numbers)} {r['n']:6} {r['tool_calls']:6.2f} {r['no_op_calls']:6.2f} "
+                     f"{r['error_calls']:6.2f} {r['no_call_share']:5.0%} {r['turns']:6.2f} {r['visual_tokens']:8.1f} "
+                     f"{r['text_tokens']:9.1f}")
+        if len(r["categories"]) > 1:
+            lines += [f"    {c[:36]:36}{v['accuracy']:6.3f} {v['n']:28}" for c, v in r["categories"].items()]
+        lines += [f"    {key}: {', '.join(f'{k} {v:.3g}' for k, v in r[key].items())}" for key in ("ends", "tools", "wemath") if r.get(key)]
+        lines += [f"    {key}: {r[key]}" for key in ("failed", "ungraded", "grader_failures", "judged", "worst_variant") if r.get(key)]
+        if r["ungraded"]:
+            low = sum(row["accuracy"] or 0 for row in parts[name]) / len(parts[name])
+            lines.append(f"    accuracy between {low:.3f} and {low + r['ungraded'] / len(parts[name]):.3f} whatever the judge would say")
+    print("\n".join(lines))
+    figure = Figure(figsize=(8, 1 + 0.5 * len(results)), layout="constrained")
+    axes, shown = figure.subplots(), {name: r for name, r in reversed(results.items()) if r["accuracy"] is not None}
+    axes.barh(list(shown), [r["accuracy"] for r in shown.values()], xerr=[r["ci95"] or 0 for r in shown.values()], capsize=3)
+    axes.set(xlim=(0, 1), xlabel="accuracy, 95 % interval over problems")
+    figure.savefig(out / "results.png", dpi=90)
+    picture = b64encode((out / "results.png").read_bytes()).decode()
+    (out / "results.html").write_text(
+        f"<!doctype html><meta charset=utf-8><title>Evaluation</title><pre>{escape(chr(10).join(lines))}</pre><img src='data:image/png;base64,{picture}'>"
+        f"<pre>{escape(json.dumps({'settings': settings, 'rows': notes}, indent=1))}</pre>")
+    print(f"results, plot and samples in {out}, {time.time() - started:.0f} s")

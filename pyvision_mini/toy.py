@@ -124,7 +124,8 @@ def video_scene(rng: np.random.Generator, name: str, folder: Path) -> Scene:
     places = [Place(f"{QUARTERS[k]} quarter", codes[k], frames[k], k == target) for k in range(4)]
     average = n / ((starts[-1] + steps[-1]) / 1000)
     return Scene(Problem(name, question, answer, videos=(path,), source="when" if when else "quarter"), places, guesses,
-                 wrong, about=describe_video(0, n / average, n, average, FRAME, FRAME), direct=frames)
+                 wrong, about=describe_video(0, n / average, n, average, FRAME, FRAME),
+                 direct=[frames[target]] if when else frames)
 
 
 def _write_clip(path: Path, frames: list[Image.Image], starts: np.ndarray) -> None:
@@ -330,11 +331,14 @@ class Errors(dict):
                     self.update((code, session.run(code).text) for code in new)
 
 
+PARTS = (600, 450, 500)                          # steps: pictures answered at once; teacher trajectories; more of videos
+
+
 def main() -> None:
     """Train the cold start: first pictures → answers at once, then whole teacher trajectories."""
     started, rng = time.time(), np.random.default_rng(0)
     torch.set_num_threads(1)                     # the batches are too small for more
-    n_clips, batch, first, second = 300, 64, 600, 450
+    n_clips = 300
     clips = [video_scene(_rng("lessons", 0, i), f"clip-lessons-{i}", clip_folder()) for i in range(n_clips)]
     with SandboxPool(workers=1) as pool:
         errors = Errors(pool, [image_scene(_rng("lessons", 1, 0)), *clips])
@@ -348,24 +352,27 @@ def main() -> None:
     lessons, scorer = Lessons(policy, errors), Scorer(policy, 1.0, checkpointing=False)
     optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
 
-    def direct(i: int, side: int, share: float) -> Trajectory:
-        scene = clips[rng.integers(n_clips)] if rng.random() < share else image_scene(_rng("lessons", 3, i))
+    def scene(i: int, share: float) -> Scene:
+        return clips[rng.integers(n_clips)] if rng.random() < share else image_scene(_rng("lessons", 3, i))
+
+    def direct(scene: Scene, side: int) -> Trajectory:
         return lessons.trajectory(*direct_lesson(scene, rng, side), scene.about, template="direct")
 
-    def taught(i: int) -> Trajectory:
-        scene = clips[rng.integers(n_clips)] if rng.random() < 0.5 else image_scene(_rng("lessons", 4, i))
-        return lessons.trajectory(scene.problem, teach(scene, rng), scene.about)
-
-    side, smooth = 84, 1.0
-    for step in (bar := tqdm(range(first + second), desc="cold start")):
-        if step in (0, first):                   # each part warms up, and cools down to zero
-            peak, n = (1.5e-3, first) if step < first else (8e-4, second)
-            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, total_steps=n, pct_start=0.05)
-        if step < first:                         # the dot is large at first and shrinks while its colour is named
+    side, smooth, i = 84, 1.0, 0
+    for step in (bar := tqdm(range(sum(PARTS)), desc="cold start")):
+        part = 0 if step < PARTS[0] else 1 if step < PARTS[0] + PARTS[1] else 2
+        if step in (0, PARTS[0], PARTS[0] + PARTS[1]):   # each part warms up, and cools down to zero
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, (1.5e-3, 8e-4, 8e-4)[part],
+                                                           total_steps=PARTS[part], pct_start=0.05)
+        share = (0.0, 0.5, 0.75)[part]                   # of videos
+        if part == 0:                                    # the dot is large at first and shrinks while its colour is named
             side = min(HALF, side + 2 * (smooth < 0.12))
-            trajs = [direct(step * batch + i, side, 0.0) for i in range(batch)]
+            trajs = [direct(scene(i + k, share), side) for k in range(64)]
         else:
-            trajs = [direct(step * batch + i, HALF, 0.5) for i in range(8)] + [taught(step * batch + i) for i in range(24)]
+            trajs = [direct(scene(i + k, share), HALF) for k in range(8)]
+            for one in [scene(i + k, share) for k in range(8, 32)]:
+                trajs.append(lessons.trajectory(one.problem, teach(one, rng), one.about))
+        i += 64
         optimizer.zero_grad()
         loss = lessons.backward(scorer, trajs)
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)

@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from math import isfinite, nan
 from pathlib import Path
 
@@ -207,7 +208,8 @@ def _micro_step(scorer: Scorer, policy: Policy, pairs: list[tuple[Trajectory, fl
 class Ranks:
     """This process among the processes torchrun started; one process without torchrun."""
 
-    def __init__(self):
+    def __init__(self, patience_h: float = 0.5):
+        """`patience_h`: hours a rank waits in a collective for the slowest one."""
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         cuda = torch.cuda.is_available()
@@ -219,7 +221,7 @@ class Ranks:
         self.sharded = self.world > 1 or cuda
         if self.sharded:
             alone = {} if self.world > 1 else dict(init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-            dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo", **alone)
+            dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo", timeout=timedelta(hours=patience_h), **alone)
 
     def all_gather(self, value: object) -> list:
         """Every rank's value, in rank order."""
