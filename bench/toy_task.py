@@ -36,7 +36,7 @@ def train_on_overviews(steps: int, batch: int = 64, seed: int = 0) -> float:
     torch.manual_seed(seed)
     policy = Policy(Qwen2_5_VLForConditionalGeneration(shipped.model.config), shipped.processor)
     policy.model.requires_grad_(True)
-    lessons, scorer = Lessons(policy, {}), Scorer(policy, 1.0, checkpointing=False)
+    lessons, scorer = Lessons(policy), Scorer(policy, 1.0, checkpointing=False)
     optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-3, total_steps=steps, pct_start=0.05)
     for step in tqdm(range(steps), desc="overview"):
@@ -60,7 +60,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, one thread")
     policy = load_policy()
-    lessons = Lessons(policy, {})
+    lessons = Lessons(policy)
     scenes = [image_scene(np.random.default_rng([42, i])) for i in range(300)]
     crop = picture_accuracy(policy, lessons, scenes)
     print(f"shipped policy, right crop given, 300 images: {crop:.3f}")

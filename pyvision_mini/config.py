@@ -72,7 +72,7 @@ class Config:
     normalize_std: bool = _f(False, "divide advantages by the group's std (GRPO's original form)")
     clip_low: float = _f(0.2, "lower clip of the probability ratio")
     clip_high: float = _f(0.2, "upper clip of the probability ratio")
-    lr: float = _f(1e-4, "AdamW learning rate, constant")
+    lr: float = _f(1.5e-4, "AdamW learning rate, constant")
     weight_decay: float = _f(0.01, "AdamW weight decay")
     grad_clip: float = _f(1.0, "maximum gradient norm")
     micro_batch_tokens: int = _f(4096, "tokens per forward-backward, padding included")

@@ -16,7 +16,6 @@ import json
 import os
 import tempfile
 import time
-from contextlib import closing
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -30,7 +29,7 @@ from pyvision_mini.config import Config
 from pyvision_mini.images import to_rgb
 from pyvision_mini.policy import EMBEDDED, Policy, fit_image, load_policy
 from pyvision_mini.prompts import IM_END, TEMPLATES, Template, describe_video, observation_segments, prompt_segments
-from pyvision_mini.sandbox import SandboxPool
+from pyvision_mini.sandbox import SandboxPool, SandboxSession
 from pyvision_mini.trainer import Scorer, collate, micro_batches
 from pyvision_mini.trajectory import Problem, Trajectory
 
@@ -99,8 +98,11 @@ def image_scene(rng: np.random.Generator, name: str = "") -> Scene:
     return Scene(problem, places, list(COLORS), wrong, [Place("image", "image_clue_0.show()", image, False)])
 
 
-def video_scene(rng: np.random.Generator, name: str, folder: Path) -> Scene:
-    """One clip (16 to 64 frames, 8 to 30 a second, a third of them with a variable frame rate), written once to `folder`."""
+def video_scene(rng: np.random.Generator, name: str, folder: Path | None) -> Scene:
+    """One clip (16 to 64 frames, 8 to 30 a second, a third of them with a variable frame rate), written once to `folder`.
+
+    The lessons need no file: None, and the videos are left out.
+    """
     n, fps = int(rng.integers(4, 17)) * 4, float(rng.uniform(8, 30))
     steps = np.full(n, 1000 / fps) * (rng.uniform(0.3, 1.7, size=n) if rng.random() < 1 / 3 else 1)
     starts = np.concatenate([[0], steps.cumsum()[:-1]]).round().astype(int)  # milliseconds
@@ -108,9 +110,10 @@ def video_scene(rng: np.random.Generator, name: str, folder: Path) -> Scene:
     colors = [str(c) for c in rng.permutation(list(COLORS))[:4]]
     dots = colors if when else [colors[0] if k == target else None for k in range(4)]
     frames = [to_rgb(image) for image in _draw(rng, FRAME, SHRINK, dots, (0, 0), FRAME)]
-    path = folder / f"{hashlib.sha1(name.encode()).hexdigest()[:16]}.mp4"  # a name that says nothing
-    if not path.is_file():
-        _write_clip(path, [frames[4 * i // n] for i in range(n)], starts)
+    videos = [] if folder is None else [folder / f"{hashlib.sha1(name.encode()).hexdigest()[:16]}.mp4"]  # it says nothing
+    for path in videos:
+        if not path.is_file():
+            _write_clip(path, [frames[4 * i // n] for i in range(n)], starts)
     middle = [n * (2 * k + 1) // 8 for k in range(4)]
     if when:
         seconds = [f"{starts[i] / 1000 + 0.02:.2f}" for i in middle]
@@ -123,7 +126,7 @@ def video_scene(rng: np.random.Generator, name: str, folder: Path) -> Scene:
         wrong = [f"video_clue_0[len(video_clue_0) * {2 * k + 1} // 8].show()" for k in range(4)]
     places = [Place(f"{QUARTERS[k]} quarter", codes[k], frames[k], k == target) for k in range(4)]
     average = n / ((starts[-1] + steps[-1]) / 1000)
-    return Scene(Problem(name, question, answer, videos=(path,), source="when" if when else "quarter"), places, guesses,
+    return Scene(Problem(name, question, answer, videos=tuple(videos), source="when" if when else "quarter"), places, guesses,
                  wrong, about=describe_video(0, n / average, n, average, FRAME, FRAME),
                  direct=[frames[target]] if when else frames)
 
@@ -282,8 +285,8 @@ def build_policy(corpus: list[str], folder: Path, seed: int = 0, vocab_size: int
 class Lessons:
     """Teacher conversations as trajectories whose action mask is what the teacher wrote."""
 
-    def __init__(self, policy: Policy, errors: dict[str, str], cfg: Config = Config()):
-        self.policy, self.errors, self.cfg = policy, errors, cfg
+    def __init__(self, policy: Policy, session: SandboxSession | None = None, cfg: Config = Config()):
+        self.policy, self.session, self.cfg = policy, session, cfg
 
     def trajectory(self, problem: Problem, steps: list[Step], about: str = "", template: str = "short") -> Trajectory:
         traj, texts = Trajectory(problem), TEMPLATES[template]
@@ -292,7 +295,7 @@ class Lessons:
             ids = self.policy.encode([step.text] if step.code else [step.text, IM_END])
             traj.extend(ids, trained=True, logps=[0.0] * len(ids))
             if step.code:
-                shown, text = ([step.shown], "") if step.shown else ([], self.errors[step.code])
+                shown, text = ([step.shown], "") if step.shown else ([], self.session.run(step.code).text)
                 self._observe(traj, observation_segments(text, len(traj.images), len(shown), texts, False), shown)
         return traj
 
@@ -320,71 +323,68 @@ class Lessons:
         return total
 
 
-class Errors(dict):
-    """Wrong code → what the real sandbox answers to it, asked once."""
-
-    def __init__(self, pool: SandboxPool, scenes: list[Scene]):
-        for scene in scenes:
-            new = [code for code in scene.wrong if code not in self]
-            if new:
-                with closing(pool.open(images=scene.problem.images, videos=scene.problem.videos)) as session:
-                    self.update((code, session.run(code).text) for code in new)
+# The three parts: steps, learning rate, share of videos. Pictures answered at once; whole conversations; more of videos.
+PARTS = ((600, 1.5e-3, 0.0), (450, 8e-4, 0.5), (500, 8e-4, 0.7))
 
 
-PARTS = (600, 450, 500)                          # steps: pictures answered at once; teacher trajectories; more of videos
+def lesson_scene(i: int, share: float) -> Scene:
+    """The i-th scene of the lessons. Never a second time: a policy learns a small set of clips by heart, and not to look."""
+    rng = _rng("lessons", 0, i)
+    return video_scene(rng, "", None) if rng.random() < share else image_scene(rng)
 
 
-def main() -> None:
-    """Train the cold start: first pictures → answers at once, then whole teacher trajectories."""
-    started, rng = time.time(), np.random.default_rng(0)
-    torch.set_num_threads(1)                     # the batches are too small for more
-    n_clips = 300
-    clips = [video_scene(_rng("lessons", 0, i), f"clip-lessons-{i}", clip_folder()) for i in range(n_clips)]
-    with SandboxPool(workers=1) as pool:
-        errors = Errors(pool, [image_scene(_rng("lessons", 1, 0)), *clips])
-    corpus = [text for scene in [image_scene(_rng("lessons", 2, i)) for i in range(100)] + clips for text in (
-        *(step.text for step in teach(scene, rng)), scene.about, scene.problem.question, "What is the color of it?")]
-    corpus += ["".join(s for s in prompt_segments(clips[0].problem, TEMPLATES["short"]) if type(s) is str)] * 300
-    corpus += ["".join(s for s in observation_segments(error, 1, 1, TEMPLATES["short"], False) if type(s) is str)
-               for error in errors.values()]
-    policy = build_policy(corpus, EMBEDDED)
+def lesson_corpus(n: int = 400) -> list[str]:
+    """What the tokenizer is trained on: the teacher's turns, prompts and observations."""
+    texts, rng = TEMPLATES["short"], np.random.default_rng(0)
+    corpus = []
+    for scene in (lesson_scene(10**9 + i, 0.5) for i in range(n)):
+        corpus += [*(step.text for step in teach(scene, rng)), *scene.wrong[:1]]
+        corpus += [s for s in prompt_segments(scene.problem, texts, scene.about) if type(s) is str]
+        corpus += [s for s in observation_segments("TypeError: AttributeError: object has no attribute NameError: name is not "
+                                                   "defined", 1, 1, texts, False) if type(s) is str]
+    return corpus
+
+
+def train_part(lessons: Lessons, part: int, seed: int = 0) -> None:
+    """Cross-entropy on the teacher's tokens, in place. Each part warms up, and cools down to zero."""
+    (n_steps, peak, share), policy, started = PARTS[part], lessons.policy, time.time()
     policy.model.requires_grad_(True)
-    lessons, scorer = Lessons(policy, errors), Scorer(policy, 1.0, checkpointing=False)
+    scorer, rng = Scorer(policy, 1.0, checkpointing=False), np.random.default_rng([seed, part])
     optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-
-    def scene(i: int, share: float) -> Scene:
-        return clips[rng.integers(n_clips)] if rng.random() < share else image_scene(_rng("lessons", 3, i))
-
-    def direct(scene: Scene, side: int) -> Trajectory:
-        return lessons.trajectory(*direct_lesson(scene, rng, side), scene.about, template="direct")
-
-    side, smooth, i = 84, 1.0, 0
-    for step in (bar := tqdm(range(sum(PARTS)), desc="cold start")):
-        part = 0 if step < PARTS[0] else 1 if step < PARTS[0] + PARTS[1] else 2
-        if step in (0, PARTS[0], PARTS[0] + PARTS[1]):   # each part warms up, and cools down to zero
-            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, (1.5e-3, 8e-4, 8e-4)[part],
-                                                           total_steps=PARTS[part], pct_start=0.05)
-        share = (0.0, 0.5, 0.75)[part]                   # of videos
-        if part == 0:                                    # the dot is large at first and shrinks while its colour is named
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, total_steps=n_steps, pct_start=0.05)
+    side, smooth = 84, 1.0
+    for step in (bar := tqdm(range(n_steps), desc=f"cold start, part {part + 1} of {len(PARTS)}")):
+        scenes = [lesson_scene((part * 1000 + step) * 64 + i, share) for i in range(64 if part == 0 else 32)]
+        if part == 0:                            # the dot is large at first and shrinks while its colour is named
             side = min(HALF, side + 2 * (smooth < 0.12))
-            trajs = [direct(scene(i + k, share), side) for k in range(64)]
-        else:
-            trajs = [direct(scene(i + k, share), HALF) for k in range(8)]
-            for one in [scene(i + k, share) for k in range(8, 32)]:
-                trajs.append(lessons.trajectory(one.problem, teach(one, rng), one.about))
-        i += 64
+        n_direct = 64 if part == 0 else 8
+        trajs = [lessons.trajectory(*direct_lesson(scene, rng, side if part == 0 else HALF), scene.about, "direct")
+                 for scene in scenes[:n_direct]]
+        trajs += [lessons.trajectory(scene.problem, teach(scene, rng), scene.about) for scene in scenes[n_direct:]]
         optimizer.zero_grad()
         loss = lessons.backward(scorer, trajs)
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         smooth = 0.9 * smooth + 0.1 * loss
-        bar.set_postfix(loss=f"{smooth:.4f}", side=side)
+        bar.set_postfix(loss=f"{smooth:.4f}")
         if (step + 1) % 100 == 0:
-            right = picture_accuracy(policy, lessons, [image_scene(_rng("lessons", 5, i)) for i in range(96)])
-            tqdm.write(f"step {step + 1}: loss {loss:.4f}, right crop named {right:.3f}, {time.time() - started:.0f} s")
+            held_out = [[lesson_scene(2 * 10**9 + i, share) for i in range(96)] for share in (0.0, 1.0)]
+            right = [f"{picture_accuracy(policy, lessons, scenes):.2f}" for scenes in held_out]
+            tqdm.write(f"part {part + 1}, step {step + 1}: loss {smooth:.4f}, right pictures named: image {right[0]}, "
+                       f"video {right[1]}, {time.time() - started:.0f} s")
+
+
+def main() -> None:
+    """Train the shipped checkpoint from scratch: about 35 minutes on one core."""
+    torch.set_num_threads(1)                     # the batches are too small for more
+    policy = build_policy(lesson_corpus(), EMBEDDED)
+    example = video_scene(_rng("lessons", 1, 0), "example", clip_folder()).problem
+    with SandboxPool(workers=1) as pool:         # wrong code gets the real sandbox's answers
+        session = pool.open(images=image_scene(_rng("lessons", 1, 1)).problem.images, videos=example.videos)
+        for part in range(len(PARTS)):
+            train_part(Lessons(policy, session), part)
             policy.model.save_pretrained(EMBEDDED)
-    print(f"wrote {EMBEDDED} in {time.time() - started:.0f} s")
 
 
 @torch.no_grad()

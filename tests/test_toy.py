@@ -62,7 +62,7 @@ def test_the_shipped_checkpoint_is_small():
 
 
 def test_the_shipped_policy_names_the_colour_in_the_right_crop(shipped):
-    assert picture_accuracy(shipped, Lessons(shipped, {}), scenes(200, seed=1)) >= 0.97
+    assert picture_accuracy(shipped, Lessons(shipped), scenes(200, seed=1)) >= 0.97
 
 
 def test_the_teacher_is_mediocre():
