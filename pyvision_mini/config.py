@@ -60,7 +60,7 @@ class Config:
                          ["useful", "all"])
     # selection
     problems_per_round: int = _f(16, "problems sampled per round over all ranks (the oversampling)")
-    groups_per_step: int = _f(8, "informative groups trained on per step over all ranks")
+    groups_per_step: int = _f(12, "informative groups trained on per step over all ranks")
     max_rounds: int = _f(3, "rounds of sampling before a step trains on what there is")
     rank_by: str = _f("std", "std: train on the groups of highest reward std; none: the first ones sampled",
                       ["std", "none"])
@@ -72,7 +72,7 @@ class Config:
     normalize_std: bool = _f(False, "divide advantages by the group's std (GRPO's original form)")
     clip_low: float = _f(0.2, "lower clip of the probability ratio")
     clip_high: float = _f(0.2, "upper clip of the probability ratio")
-    lr: float = _f(1.5e-4, "AdamW learning rate, constant")
+    lr: float = _f(1e-4, "AdamW learning rate, constant")
     weight_decay: float = _f(0.01, "AdamW weight decay")
     grad_clip: float = _f(1.0, "maximum gradient norm")
     micro_batch_tokens: int = _f(4096, "tokens per forward-backward, padding included")

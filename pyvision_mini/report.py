@@ -300,7 +300,9 @@ def summarize(rows: list[dict]) -> dict:
         "failed": sorted({row["id"] for row in rows if row["end"] == "tool_failure"})}
     if len(once) < len(problems):
         result["worst_variant"] = fmean(map(min, variants.values()))
-    tries = [{(r["variant_of"], r["category"]): r["accuracy"] or 0.0 for r in rows if r["sample"] == i} for i in range(result["k"])]
+    lost = {row["variant_of"] for row in rows if row["accuracy"] is None}    # a chain with an ungraded step is left out
+    tries = [{(row["variant_of"], row["category"]): row["accuracy"] for row in rows
+              if row["sample"] == i and row["variant_of"] not in lost} for i in range(result["k"])]
     if scores := [one for one in map(wemath_scores, tries) if one]:
         result["wemath"] = {key: fmean(one[key] for one in scores) for key in scores[0]}
     return result
@@ -325,11 +327,13 @@ def write_results(rows: list[dict], settings: dict, notes: dict, out: Path, star
                      f"{r['text_tokens']:9.1f}")
         if len(r["categories"]) > 1:
             lines += [f"    {c[:36]:36}{v['accuracy']:6.3f} {v['n']:28}" for c, v in r["categories"].items()]
-        lines += [f"    {key}: {', '.join(f'{k} {v:.3g}' for k, v in r[key].items())}" for key in ("ends", "tools", "wemath") if r.get(key)]
-        lines += [f"    {key}: {r[key]}" for key in ("failed", "ungraded", "grader_failures", "judged", "worst_variant") if r.get(key)]
+        lines += [f"    {key}: {', '.join(f'{k} {v:.3g}' for k, v in r[key].items())}"
+                  for key in ("ends", "tools", "wemath") if r.get(key)]
+        lines += [f"    {key}: {r[key]}"
+                  for key in ("failed", "ungraded", "grader_failures", "judged", "worst_variant") if r.get(key)]
         if r["ungraded"]:
             low = sum(row["accuracy"] or 0 for row in parts[name]) / len(parts[name])
-            lines.append(f"    accuracy between {low:.3f} and {low + r['ungraded'] / len(parts[name]):.3f} whatever the judge would say")
+            lines.append(f"    accuracy between {low:.3f} and {low + r['ungraded'] / len(parts[name]):.3f} if all were graded")
     print("\n".join(lines))
     figure = Figure(figsize=(8, 1 + 0.5 * len(results)), layout="constrained")
     axes, shown = figure.subplots(), {name: r for name, r in reversed(results.items()) if r["accuracy"] is not None}
@@ -338,6 +342,7 @@ def write_results(rows: list[dict], settings: dict, notes: dict, out: Path, star
     figure.savefig(out / "results.png", dpi=90)
     picture = b64encode((out / "results.png").read_bytes()).decode()
     (out / "results.html").write_text(
-        f"<!doctype html><meta charset=utf-8><title>Evaluation</title><pre>{escape(chr(10).join(lines))}</pre><img src='data:image/png;base64,{picture}'>"
+        f"<!doctype html><meta charset=utf-8><title>Evaluation</title><pre>{escape(chr(10).join(lines))}</pre>"
+        f"<img src='data:image/png;base64,{picture}'>"
         f"<pre>{escape(json.dumps({'settings': settings, 'rows': notes}, indent=1))}</pre>")
     print(f"results, plot and samples in {out}, {time.time() - started:.0f} s")

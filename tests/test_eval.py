@@ -56,9 +56,8 @@ def test_variants_of_a_question_are_one_observation_of_the_interval():
 
 
 def test_the_macro_average_is_over_tasks_and_a_task_over_its_parts():
-    table = (rows({"1": [1], "2": [0]}, category="direction/easy") + rows({"3": [0]}, category="direction/hard")
-             + rows({"4": [1]}, category="counting"))
-    result = summarize(table)
+    result = summarize(rows({"1": [1], "2": [0]}, category="direction/easy") + rows({"3": [0]}, category="direction/hard")
+                       + rows({"4": [1]}, category="counting"))
     assert result["macro"] == pytest.approx((0.25 + 1) / 2) and result["accuracy"] == 0.5
     assert result["categories"]["direction/easy"] == {"accuracy": 0.5, "n": 2}
 
@@ -244,7 +243,7 @@ def test_the_papers_sampling_holds_with_a_model_unless_a_flag_says_otherwise(mon
     assert sampling(model, "HRBench: d", image) == (0.5, 20, 30)
     assert sampling(model, "VSI-Bench: d", video) == (0.01, 0, 30)
     assert sampling([*model, "--temperature=0.7", "--max-turns", "4"], "V*: d", image) == (0.7, 0, 4)
-    assert sampling([], "image", image) == (0.5, 0, 4)
+    assert sampling([], "image", image) == (Config().eval_temperature, 0, 4)
 
 
 @pytest.mark.parametrize("flags, message", [
