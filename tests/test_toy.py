@@ -10,8 +10,7 @@ from pyvision_mini.images import to_rgb
 from pyvision_mini.policy import EMBEDDED, fit_image, load_policy
 from pyvision_mini.reward import check_gold, score
 from pyvision_mini.rollout import describe, rollout
-from pyvision_mini.toy import (QUADRANTS, Lessons, image_problems, image_scene, picture_accuracy, teach,
-                               video_problems, video_scene)
+from pyvision_mini.toy import (QUADRANTS, Lessons, image_problems, image_scene, picture_accuracy, teach, video_scene)
 
 
 def scenes(n, seed=0):
@@ -76,15 +75,14 @@ def test_the_teacher_is_mediocre():
     assert max(len(steps) for _, steps in taught) == 5                             # at most four looks and an answer
 
 
-@pytest.mark.parametrize("make", [image_problems, video_problems])
-def test_the_cold_start_answers_some_calls_the_tool_mostly_and_makes_errors(make, shipped, pool):
-    cfg = Config(temperature=1.0)
-    trajs = [g.trajectories[0] for g in rollout(shipped, make(120, 3, "test"), cfg, pool, seed=1, n_samples=1)]
+def test_the_cold_start_answers_some_calls_the_tool_mostly_and_makes_errors(shipped, pool):
+    cfg = Config()
+    trajs = [g.trajectories[0] for g in rollout(shipped, image_problems(120, 3, "test"), cfg, pool, seed=1, n_samples=1)]
     for traj in trajs:
         score(traj, cfg)
     results = [turn.result for traj in trajs for turn in traj.turns if turn.result]
-    assert 0.25 < np.mean([traj.correct for traj in trajs]) < 0.7
-    assert np.mean([traj.n_tool_calls > 0 for traj in trajs]) > 0.6
+    assert 0.3 < np.mean([traj.correct for traj in trajs]) < 0.6
+    assert np.mean([bool(traj.turns[0].result) for traj in trajs]) > 0.6
     assert 0.02 < np.mean([result.status == "error" for result in results]) < 0.4
 
 
