@@ -13,7 +13,7 @@ from pyvision_mini.trainer import train  # noqa: E402
 def problems(cfg: Config) -> tuple[list, list]:
     """(training, held-out) problems: the user's files, or generated ones."""
     if not cfg.data:
-        return image_problems(384, cfg.seed, "train"), image_problems(cfg.eval_n, 0, "val")
+        return image_problems(256, cfg.seed, "train"), image_problems(cfg.eval_n, 0, "val")
     return read_problems(cfg.data), read_problems(cfg.eval_data)[:cfg.eval_n] if cfg.eval_data else []
 
 

@@ -36,7 +36,7 @@ class Config:
     resume: bool = _f(False, "go on from the newest complete checkpoint in --out, else start fresh")
     # rollouts
     group_size: int = _f(8, "G: trajectories sampled per problem")
-    rollout_rows: int = _f(128, "rows generated at once on a rank (a 7B policy keeps 57 kB of cache per token)")
+    rollout_rows: int = _f(256, "rows generated at once on a rank (a 7B policy keeps 57 kB of cache per token)")
     max_turns: int = _f(4, "tool turns before the last generation, which has to answer")
     temperature: float = _f(1.0, "sampling temperature; enters the log-probs of the update too")
     top_k: int = _f(0, "keep the k most likely tokens when sampling; 0: all. Training needs 0 to stay on-policy")
