@@ -3,15 +3,18 @@
 avg@k is the mean over problems of the mean over k samples, its interval is over problems (variants of one question
 count once). A problem that fails, by its media or our sandbox, counts as wrong and is listed. docs/eval.md has the rest.
 """
+# ruff: noqa: E402
 
 import json
-import os
+import signal
 import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from zlib import crc32
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C before anything could be saved: no traceback, just the end
 
 import torch
 from tqdm import tqdm
@@ -26,6 +29,7 @@ from pyvision_mini.rollout import choose_attention, mix_seed, rollout, with_unif
 from pyvision_mini.sandbox import SandboxPool
 from pyvision_mini.taxonomy import label_call
 from pyvision_mini.trajectory import Problem, Trajectory
+
 
 def problems(cfg: Config, flags: EvalConfig, out: Path) -> dict[str, tuple[list[Problem], dict]]:
     """Name → (problems, what is to be told of rows): `image`, `video` (generated) and files, separated by commas."""
@@ -51,13 +55,6 @@ def runs(cfg: Config, flags: EvalConfig, name: str, rows: list[Problem]) -> dict
     if any(p.videos for p in rows):
         found[f"uniform, {flags.frames} frames"] = (direct, flags.frames)
     return {name: run for name, run in found.items() if name == "agent" or flags.baseline in ("both", name.split(",")[0])}
-
-
-def with_frames(problem: Problem, pool: SandboxPool, n: int) -> Problem:
-    try:
-        return with_uniform_frames(problem, pool, n=n) if n and problem.videos else problem
-    except ValueError:                           # an unreadable clip stays in: the rollout fails on it too
-        return problem
 
 
 def sample_row(where: tuple[str, str], i: int, traj: Trajectory, cfg: Config) -> dict:
@@ -93,7 +90,8 @@ def evaluate(where: tuple[str, str], todo: list[Problem], run: tuple[Config, int
                 bar.update(n)
 
         for start in range(0, len(mine), size := max(1, cfg.rollout_rows // flags.k)):
-            batch = [with_frames(problem, pool, n_frames) for problem in mine[start:start + size]]
+            batch = [with_uniform_frames(problem, pool, n=n_frames) if n_frames and problem.videos else problem
+                     for problem in mine[start:start + size]]
             seed = mix_seed(cfg.seed, crc32(repr((*where, batch[0].id)).encode()))
             groups = rollout(policy, batch, cfg, pool, seed, n_samples=flags.k, tick=tick)
             rows = [sample_row(where, i, traj, cfg) for group in groups for i, traj in enumerate(group.trajectories)]
@@ -108,8 +106,7 @@ def main() -> None:
     both = "none" if any(arg.startswith("--data") for arg in sys.argv) else "both"
     cfg, flags = parse_config(extra=EvalConfig, paper={"max_turns": 30}, baseline=both)
     started, stop, ranks = time.time(), trainer.StopSignal(), trainer.Ranks(patience_h=24)
-    out = Path(ranks.all_gather(cfg.out or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}")[0])
-    trainer.check_out(out, cfg.resume, ranks)
+    out = trainer.output_folder(cfg, "eval", ranks)
     settings, saved = {**asdict(cfg), **asdict(flags)}, out / "config.json"
     before = ranks.all_gather(json.loads(saved.read_text()) if saved.is_file() else settings)[0]
     if changed := [key for key in settings if before.get(key) != settings[key] and key not in ("out", "resume")]:
@@ -125,9 +122,8 @@ def main() -> None:
     say(f"policy: {cfg.model or 'embedded'}; attention: {choose_attention(policy)}; output: {out}")
     say("settings:", *(f"{key}={settings[key]}" for key in ("template", "max_pixels", "max_turns", "k", "n", "judge", "seed")))
     judge = Judge(flags.judge_url, flags.judge_model, out / "judge.txt") if flags.judge != "none" else None
-    workers = cfg.tool_workers or max(1, (os.cpu_count() or 1) // ranks.local_world)
     try:
-        with SandboxPool(workers=workers, timeout_s=cfg.tool_timeout_s, memory_mb=cfg.tool_memory_mb, mode=cfg.sandbox) as pool:
+        with trainer.open_pool(cfg, ranks) as pool:
             for name, (rows, notes) in data.items():
                 for kind, lines in ((kind, lines) for kind, lines in notes.items() if lines):
                     say(f"{name}: {len(lines)} {kind}", *lines[:5], sep="\n  ")

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 
 from pyvision_mini.config import UserError
-from pyvision_mini.data import _VIDEO_SUFFIXES, _read_rows, _to_problem
+from pyvision_mini.data import VIDEO_SUFFIXES, read_rows, to_problem
 from pyvision_mini.reward import check_gold
 from pyvision_mini.trajectory import Problem
 
@@ -174,11 +174,11 @@ def _problem(reader: Reader, row: dict, number: int, folder: Path, media: Path) 
         hint = (row.get("mm_hint") or {}).get("hint_path")
         out["media"] = [hint] if hint else None
     values, variant_of = out.pop("media", None) or [_first(row, names) for names in columns], out.pop("variant_of", "")
-    problem = _to_problem({key: value for key, value in out.items() if value is not None}, f"row-{number}", folder)
+    problem = to_problem({key: value for key, value in out.items() if value is not None}, f"row-{number}", folder)
     problem.variant_of = variant_of
     for value in (v for vs in values for v in (vs if isinstance(vs, list) else [vs]) if v):
         file = _file(value, folder, media)
-        name = "videos" if file.suffix.lower() in _VIDEO_SUFFIXES else "images"
+        name = "videos" if file.suffix.lower() in VIDEO_SUFFIXES else "images"
         setattr(problem, name, (*getattr(problem, name), file))
     return problem
 
@@ -228,7 +228,7 @@ def _file_rows(file: Path) -> Iterator[object]:
         with file.open(newline="", encoding="utf-8") as lines:
             yield from csv.DictReader(lines, delimiter="\t")
     else:
-        yield from (row for _, row in _read_rows(file))
+        yield from (row for _, row in read_rows(file))
 
 
 def wemath_scores(right: dict[tuple[str, str], float]) -> dict[str, float]:

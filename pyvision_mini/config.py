@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
+from math import isfinite
 from pathlib import Path
 
 from transformers import HfArgumentParser
@@ -85,16 +87,21 @@ class Config:
     keep_checkpoints: int = _f(2, "newest checkpoints kept")
 
     def __post_init__(self):
-        at_least = {"steps": 0, "group_size": 2, "rollout_rows": 1, "max_turns": 0, "problems_per_round": 1,
-                    "groups_per_step": 1, "max_rounds": 1, "updates_per_batch": 1, "micro_batch_tokens": 1,
-                    "max_turn_tokens": 1, "max_pixels": 28 * 28, "min_pixels": 1, "eval_every": 0, "eval_n": 0,
-                    "save_every": 1, "keep_checkpoints": 1, "tool_memory_mb": 256}
-        for name, low in at_least.items():
-            if getattr(self, name) < low:
-                raise UserError(f"--{name} {getattr(self, name)}: must be at least {low}")
-        for name in ("temperature", "eval_temperature", "lr", "tool_timeout_s", "grad_clip"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"--{name} {getattr(self, name)}: must be greater than 0")
+        at_least = {"group_size": 2, "max_pixels": 28 * 28, "tool_memory_mb": 256} | dict.fromkeys(
+            ("rollout_rows", "min_pixels", "max_images", "max_prompt_tokens", "max_turn_tokens", "max_response_tokens",
+             "problems_per_round", "groups_per_step", "max_rounds", "updates_per_batch", "micro_batch_tokens", "save_every",
+             "keep_checkpoints"), 1)
+        above = ("temperature", "eval_temperature", "lr", "tool_timeout_s", "grad_clip")
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not isfinite(value) or name in above and value <= 0:
+                raise UserError(f"--{name} {value}: must be a {'number greater than 0' if name in above else 'finite number'}")
+            # Of all other numbers only the bonus means something below 0: a price per call.
+            if isinstance(value, (int, float)) and name != "tool_bonus" and value < at_least.get(name, 0):
+                raise UserError(f"--{name} {value}: must be at least {at_least.get(name, 0)}")
+        if self.min_pixels > self.max_pixels:
+            raise UserError(f"--min_pixels {self.min_pixels}: must not be more than --max_pixels {self.max_pixels}")
+        if self.resume and not self.out:
+            raise UserError("--resume: say which run with --out FOLDER")
 
 
 @dataclass
@@ -163,11 +170,25 @@ def explicit(cfg: Config) -> dict:
 
 
 def cli(main):
-    """Decorate a script's main: a UserError becomes one line on stderr and exit code 1."""
+    """Decorate a script's main: a UserError becomes one line on stderr and exit code 1, an interrupt one and 130."""
     @wraps(main)
     def run():
+        code = 0
         try:
             main()
+        except SystemExit as stopped:
+            code = stopped.code
         except UserError as error:
-            sys.exit(f"error: {error}")
+            print(f"error: {error}", file=sys.stderr)
+            code = 1
+        except KeyboardInterrupt:
+            print("interrupted; the last checkpoint stays", file=sys.stderr)
+            code = 130
+        if "RANK" in os.environ:
+            # Under torchrun threads of gloo may still hold tensors. One that lets go while the interpreter is torn down
+            # aborts the process ("terminate called without an active exception"), so it is not torn down.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        sys.exit(code)
     return run

@@ -18,12 +18,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pyvision_mini.config import UserError
+from pyvision_mini.config import Config, UserError
 from pyvision_mini.images import load_image, size_problem
 from pyvision_mini.trajectory import Problem
 
 KINDS = ("choice", "math", "number", "text")
-_VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm")
+VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:)]?(?:(?<=[.:)])\s*(\S.*))?", re.DOTALL)  # B, (b), B., B: green
 
 
@@ -31,13 +31,14 @@ def load_problems(path: str | Path) -> tuple[list[Problem], list[str]]:
     """File → (problems, one line per skipped row). Relative media paths start at the file's folder.
     Raises UserError when the file is missing, is no JSON or JSONL, or has no usable row."""
     path, problems, skipped = Path(path), {}, []
-    for number, row in _read_rows(path):
+    for number, row in read_rows(path):
         try:
-            row = json.loads(row) if isinstance(row, str) else row
-            problem = _to_problem(row, f"row-{number}", path.parent)
-        except ValueError as error:
+            row = _parse(row) if isinstance(row, str) else row
+            problem = to_problem(row, f"row-{number}", path.parent)
+        except (ValueError, RecursionError) as error:
             named = f" (id {row['id']})" if isinstance(row, dict) and row.get("id", "") != "" else ""
-            skipped.append(f"row {number}{named}: {'not JSON: ' * isinstance(error, json.JSONDecodeError)}{error}")
+            line = f"row {number}{named}: {'not JSON: ' * isinstance(error, json.JSONDecodeError)}{error}"
+            skipped.append(line.encode(errors="backslashreplace").decode())
             continue
         if problem.id in problems:                   # merged files number each of their sources from 0
             problem.id += f"#{number}"
@@ -57,21 +58,35 @@ def read_problems(path: str | Path) -> list[Problem]:
     return problems
 
 
-def _read_rows(path: Path) -> list[tuple[int, object]]:
+def load_splits(cfg: Config, generate: Callable[[int, int, str], list[Problem]]) -> tuple[list[Problem], list[Problem]]:
+    """A run's (training, held-out) problems: the user's files, or generated ones where no file is named."""
+    if cfg.eval_data:
+        held_out = read_problems(cfg.eval_data)[:cfg.eval_n]
+    else:
+        held_out = [] if cfg.data else generate(cfg.eval_n, 0, "val")
+    return read_problems(cfg.data) if cfg.data else generate(384, cfg.seed, "train"), held_out
+
+
+def read_rows(path: Path) -> list[tuple[int, object]]:
     """(number from 1, row) pairs; a file that is not one JSON value comes as its non-empty lines."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}; give a JSON or JSONL file") from None
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError:
+        rows = _parse(text)
+    except (ValueError, RecursionError):
         return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     rows = rows.get("data", rows) if isinstance(rows, dict) else rows
     return list(enumerate(rows if isinstance(rows, list) else [rows], start=1))
 
 
-def _to_problem(row: object, fallback_id: str, folder: Path) -> Problem:
+def _parse(text: str) -> object:
+    """JSON; an integer too long for Python's int (4,300 digits) stays text."""
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 1000 else digits)
+
+
+def to_problem(row: object, fallback_id: str, folder: Path) -> Problem:
     """One row of either format → Problem. Raises ValueError with the reason to skip it."""
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
@@ -99,10 +114,13 @@ def _to_problem(row: object, fallback_id: str, folder: Path) -> Problem:
     images = _existing([row.get("image"), row.get("images"), row.get("image_path")], "image", folder)
     videos = _existing([row.get("video"), row.get("videos"), row.get("video_path")], "video", folder)
     for file in _existing([hint.get("hint_path")], "media", folder):
-        is_video = hint.get("hint_type") == "video" or file.suffix.lower() in _VIDEO_SUFFIXES
+        is_video = hint.get("hint_type") == "video" or file.suffix.lower() in VIDEO_SUFFIXES
         (videos if is_video else images).append(file)
     ids = (str(name) for name in (row.get("id"), extra.get("id"), extra.get("index")) if name not in (None, ""))
-    return Problem(next(ids, fallback_id), question, answer, kind, choices, tuple(images), tuple(videos),
+    name = next(ids, fallback_id)
+    if any("\ud800" <= char <= "\udfff" for char in "".join([name, question, gold, *(choices or ())])):
+        raise ValueError("half a surrogate pair in its text")     # no tokenizer takes it
+    return Problem(name, question, answer, kind, choices, tuple(images), tuple(videos),
                    source=str(row.get("source") or row.get("data_source") or ""))
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyvision_mini.policy import sampling_logits
 from pyvision_mini.selection import FLAT
 
 
@@ -35,29 +36,19 @@ def group_advantages(rewards: Tensor | Sequence[float], normalize_std: bool = Fa
     return advantages_G.to(dtype)
 
 
-def _sampling_logits(logits_NV: Tensor, temperature: float, suppressed: Sequence[int]) -> Tensor:
-    """The fp32 logits the sampler drew from: divided by the temperature, suppressed ids at −inf."""
-    logits_NV = logits_NV.float()
-    if temperature != 1.0:
-        logits_NV = logits_NV / temperature
-    if len(suppressed):
-        logits_NV = logits_NV.index_fill(-1, torch.tensor(list(suppressed), device=logits_NV.device), -torch.inf)
-    return logits_NV
-
-
 def logprobs(logits_NV: Tensor, ids_N: Tensor, temperature: float = 1.0, suppressed: Sequence[int] = ()) -> Tensor:
     """log p(ids) under the sampling distribution, [N] fp32 and ≤ 0. Called chunk by chunk, so V never meets B·T.
 
     fp32 whatever the logits are: a bf16 log-softmax is off by 1e-2, more than a whole policy update.
     Suppressed ids are never sampled, so they never occur in ids_N (they would score −inf).
     """
-    logits_NV = _sampling_logits(logits_NV, temperature, suppressed)
+    logits_NV = sampling_logits(logits_NV, temperature, suppressed)
     return logits_NV.gather(-1, ids_N[:, None]).squeeze(-1) - logits_NV.logsumexp(-1)
 
 
 def entropy_from_logits(logits_NV: Tensor, temperature: float = 1.0, suppressed: Sequence[int] = ()) -> Tensor:
     """Entropy in nats of the sampling distribution at each token, [N] fp32."""
-    return torch.special.entr(_sampling_logits(logits_NV, temperature, suppressed).softmax(-1)).sum(-1)
+    return torch.special.entr(sampling_logits(logits_NV, temperature, suppressed).softmax(-1)).sum(-1)
 
 
 def token_logprobs(logits_BTV: Tensor, ids_BT: Tensor, temperature: float = 1.0,

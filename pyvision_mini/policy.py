@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 from qwen_vl_utils.vision_process import smart_resize
+from safetensors import SafetensorError
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from transformers.utils.logging import disable_progress_bar
 
@@ -40,9 +41,8 @@ class SeenImage:
 class Policy:
     """Model, processor and tokenizer. Raises UserError when the folder lacks a control token of the family."""
 
-    def __init__(self, model: Qwen2_5_VLForConditionalGeneration, processor, attention: str = "sdpa"):
+    def __init__(self, model: Qwen2_5_VLForConditionalGeneration, processor):
         self.model, self.processor, self.tokenizer = model, processor, processor.tokenizer
-        self.attention = attention
         # The vision tower stays frozen, as in the authors' release: its features are computed once, at rollout.
         model.model.visual.requires_grad_(False)
         self.image_id = self.control_id(IMAGE)
@@ -101,6 +101,16 @@ class Policy:
         return [seen[d] for d in digests]
 
 
+def sampling_logits(logits_NV: torch.Tensor, temperature: float, suppressed: tuple[int, ...]) -> torch.Tensor:
+    """The fp32 logits that tokens are drawn from: divided by the temperature, suppressed ids at −inf."""
+    logits_NV = logits_NV.float()
+    if temperature != 1.0:
+        logits_NV = logits_NV / temperature
+    if len(suppressed):
+        logits_NV = logits_NV.index_fill(-1, torch.tensor(suppressed, device=logits_NV.device), -torch.inf)
+    return logits_NV
+
+
 def fit_image(image: Image.Image, min_pixels: int, max_pixels: int) -> Image.Image:
     """Scale to multiples of 28 pixels within the pixel limits, as the family's processor would (idempotent)."""
     sides = smart_resize(image.height, image.width, factor=PATCH, min_pixels=min_pixels, max_pixels=max_pixels)
@@ -150,6 +160,6 @@ def load_policy(path: str | Path | None = None, device: str = "cpu", dtype: torc
         model = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=dtype, attn_implementation="sdpa",
                                                                    local_files_only=True)
         processor = AutoProcessor.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(f"--model {path}: cannot be loaded: {str(error).splitlines()[0][:200]}") from None
     return Policy(model.to(device), processor)

@@ -11,7 +11,7 @@ import sys
 import time
 from base64 import b64encode
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from html import escape
 from math import sqrt
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from pyvision_mini.benchmarks import wemath_scores
-from pyvision_mini.config import Config, explicit, save_config
+from pyvision_mini.config import Config, UserError, explicit, save_config
 from pyvision_mini.selection import Selection
 from pyvision_mini.trajectory import Trajectory
 
@@ -34,7 +34,8 @@ def trajectory_row(traj: Trajectory) -> dict:
             "no_op_calls": sum(turn.no_op for turn in calls),
             "repeated_calls": len(calls) - len({turn.content for turn in calls}),
             "response_tokens": sum(traj.action_mask), "visual_tokens": traj.n_visual_tokens,
-            "observation_tokens": len(traj.ids) - traj.n_prompt - sum(traj.action_mask)}
+            "observation_tokens": len(traj.ids) - traj.n_prompt - sum(traj.action_mask),
+            "failure": f"{traj.problem.id}: {traj.failure}" if traj.failure else ""}
 
 
 def selection_row(selection: Selection) -> dict:
@@ -47,7 +48,7 @@ def selection_row(selection: Selection) -> dict:
 
 
 def evaluation(rows: list[dict]) -> dict[str, float]:
-    """Held-out result: accuracy with its standard error in percent points' terms left to the reader (n is given)."""
+    """Means over held-out problems. Its standard error is √(accuracy · (1 − accuracy) / n)."""
     return {"accuracy": _mean(rows, "accuracy"), "tool_calls": _mean(rows, "calls"),
             "visual_tokens": _mean(rows, "visual_tokens"), "n": len(rows)}
 
@@ -75,11 +76,21 @@ def step_metrics(rows: list[dict], groups: list[dict], result, seconds: dict[str
         "rounds": groups[0]["rounds"], "imbalance": groups[0]["imbalance"],
         "loss": result.stats["loss"], "entropy": result.stats["entropy"] / tokens, "grad_norm": result.grad_norm,
         "clip_fraction": result.stats["clipped"] / tokens, "ratio_max": result.stats["ratio_max"],
-        "kl": result.stats["kl"] / tokens, "logp_gap": result.stats["gap"] / tokens, "trained_tokens": tokens,
+        "kl": result.stats["kl"] / tokens, "logp_gap": result.stats["gap"] / tokens,
+        "trained_tokens": result.stats["tokens"],
         "padding_share": result.stats["padding"] / max(result.stats["columns"], 1),
         "skipped_updates": result.n_skipped, **{f"seconds_{key}": value for key, value in seconds.items()},
         "peak_memory_gb": _peak_memory_gb(),
     }
+
+
+def refuse_hopeless(rows: list[dict], cfg: Config) -> None:
+    """UserError when not one row could be sampled from: the first rows of a run tell what is wrong with all of it."""
+    if rows and all(row["end"] == "prompt_too_long" for row in rows):
+        raise UserError(f"every prompt has over --max_prompt_tokens {cfg.max_prompt_tokens} tokens or --max_images "
+                        f"{cfg.max_images} images: raise them, lower --max_pixels, or choose another --template")
+    if rows and all(row["failure"] for row in rows):
+        raise UserError(f"no problem can be shown; {rows[0]['failure']}; check the media")
 
 
 def _peak_memory_gb() -> float:
@@ -133,6 +144,7 @@ class Reporter:
 
     def __init__(self, out: Path, name: str, cfg: Config, rank: int, started: float, done: int):
         self.out, self.name, self.cfg, self.first, self.started = out, name, cfg, rank == 0, started
+        self.named: set[str] = set()             # failures that were printed
         self.metrics_path = out / "metrics.jsonl"
         self.summary = {"steps": done, "seconds": 0.0, "first_step_seconds": None, "before": None, "after": None,
                         "evaluations": []}
@@ -143,6 +155,8 @@ class Reporter:
             self.summary |= json.loads((out / "summary.json").read_text())
         kept = [row for row in read_metrics(self.metrics_path) if row["step"] <= done]
         self.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        if kept:                                 # a resumed run's clock goes on
+            self.started -= kept[-1]["elapsed"]
 
     def __enter__(self) -> Reporter:
         return self
@@ -165,12 +179,20 @@ class Reporter:
         self.line("settings: " + (", ".join(f"{k}={v}" for k, v in explicit(self.cfg).items()) or "all default"))
         self.line(f"output: {self.out}")
 
+    def name_failures(self, failures: Iterable[str]) -> None:
+        """A line for each that had none yet: problems that cannot be shown, sandboxes that failed."""
+        for failure in failures:
+            if failure and failure not in self.named:
+                self.named.add(failure)
+                self.line(f"failed: {failure}".encode(errors="backslashreplace").decode())
+
     def progress(self, label: str, check: Callable[[], None]) -> Bars:
         return Bars(label, self.first, check)
 
     def evaluated(self, when: str, result: dict[str, float]) -> None:
         steps = self.summary["steps"]
-        self.line(f"held out, {when if when != 'during' else f'step {steps}'}: accuracy {result['accuracy']:.3f} on {result['n']} problems | calls "
+        label = f"step {steps}" if when == "during" else when
+        self.line(f"held out, {label}: accuracy {result['accuracy']:.3f} on {result['n']} problems | calls "
                   f"{result['tool_calls']:.2f} | visual tokens {result['visual_tokens']:.0f}")
         self.summary["evaluations"].append({"step": steps, **result})
         if when != "during":
@@ -200,7 +222,7 @@ class Reporter:
         if baselines:
             self.summary["baselines"] = baselines
             self.line(f"{'':24} accuracy   visual tokens")
-            for label, result in {"on demand": after, **baselines}.items():
+            for label, result in {"on demand": after or before, **baselines}.items():
                 self.line(f"{label:24} {result['accuracy']:8.3f}   {result['visual_tokens']:13.1f}")
         if before and after:
             self.line(f"held-out accuracy {before['accuracy']:.3f} -> {after['accuracy']:.3f}, tool calls "
@@ -297,7 +319,7 @@ def summarize(rows: list[dict]) -> dict:
         "judged": sum(row["judge"] in ("right", "wrong") for row in rows),
         "ungraded": sum(row["accuracy"] is None for row in rows),
         "grader_failures": sum(row["grader_failed"] for row in rows),
-        "failed": sorted({row["id"] for row in rows if row["end"] == "tool_failure"})}
+        "failed": sorted({row["failure"] for row in rows if row["failure"]})}
     if len(once) < len(problems):
         result["worst_variant"] = fmean(map(min, variants.values()))
     lost = {row["variant_of"] for row in rows if row["accuracy"] is None}    # a chain with an ungraded step is left out

@@ -23,7 +23,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from pyvision_mini.config import Config
 from pyvision_mini.images import load_image
-from pyvision_mini.policy import Policy, SeenImage, mrope_positions
+from pyvision_mini.policy import Policy, SeenImage, mrope_positions, sampling_logits
 from pyvision_mini.prompts import (CODE_STOP, TEMPLATES, describe_video, observation_segments, parse_action,
                                    prompt_segments)
 from pyvision_mini.sandbox import SandboxError, SandboxPool, SandboxSession
@@ -64,17 +64,17 @@ def describe(problem: Problem, pool: SandboxPool) -> str | None:
     if problem.about or not problem.videos:
         return None
     try:
-        clips = [_measure(problem, k, pool) for k in range(len(problem.videos))]
+        with closing(pool.open(videos=problem.videos)) as session:
+            clips = [_measure(session, problem, k) for k in range(len(problem.videos))]
     except (ValueError, SandboxError) as error:
         return str(error)
     problem.about = "; ".join(describe_video(k, *clip) for k, clip in enumerate(clips))
     return None
 
 
-def _measure(problem: Problem, k: int, pool: SandboxPool) -> tuple[float, int, float, int, int]:
+def _measure(session: SandboxSession, problem: Problem, k: int) -> tuple[float, int, float, int, int]:
     """(seconds, frames, frames per second, width, height) of a clip. Raises ValueError that names the file."""
-    with closing(pool.open(videos=problem.videos)) as session:
-        result = session.run(f"v = video_clue_{k}; print(v.get_frame_timestamp(len(v) - 1)[1], len(v), *v[0].shape[:2])")
+    result = session.run(f"v = video_clue_{k}; print(v.get_frame_timestamp(len(v) - 1)[1], len(v), *v[0].shape[:2])")
     try:
         seconds, n_frames, height, width = map(float, result.text.split())
         return seconds, int(n_frames), n_frames / seconds, int(width), int(height)
@@ -91,20 +91,24 @@ def frame_indices(n_frames: int, n: int) -> list[int]:
 def with_uniform_frames(problem: Problem, pool: SandboxPool, n: int = 0, fps: float = 0.0) -> Problem:
     """The baseline's problem: evenly sampled frames in the prompt instead of the videos. Give n, or frames per second.
 
-    Raises ValueError that names the file. Sampled by our own sandbox, not by qwen-vl-utils: that refuses clips of one
-    frame, and reads in the trainer, where a hanging file hangs the run.
+    A clip that cannot be read leaves the problem as it is: the rollout fails on it, too, and says why. Sampled by our own
+    sandbox, not by qwen-vl-utils: that refuses clips of one frame, and reads in the trainer, where a hanging file hangs
+    the run.
     """
     frames: list[Image.Image] = []
-    for k in range(len(problem.videos)):
-        seconds, n_frames, *_ = _measure(problem, k, pool)
-        indices = frame_indices(n_frames, n or round(seconds * fps))
+    try:
         with closing(pool.open(videos=problem.videos)) as session:
-            for i in range(0, len(indices), 4):
-                code = f"for i in {indices[i:i + 4]}: Image.fromarray(video_clue_{k}[i].asnumpy()).show()"
-                result = session.run(code)
-                if result.status != "ok":
-                    raise ValueError(f"cannot read video {problem.videos[k]}: {result.text.strip()[-200:]}")
-                frames += result.images
+            for k in range(len(problem.videos)):
+                seconds, n_frames, *_ = _measure(session, problem, k)
+                indices = frame_indices(n_frames, n or round(seconds * fps))
+                for i in range(0, len(indices), 4):
+                    code = f"for i in {indices[i:i + 4]}: Image.fromarray(video_clue_{k}[i].asnumpy()).show()"
+                    result = session.run(code)
+                    if result.status != "ok":
+                        return problem
+                    frames += result.images
+    except (ValueError, SandboxError):
+        return problem
     return replace(problem, images=(*problem.images, *frames), videos=(), about="")
 
 
@@ -165,11 +169,13 @@ def _open_rows(policy: Policy, batch: list[Group], cfg: Config, pool: SandboxPoo
                 originals = [load_image(image) for image in group.problem.images]
                 images = policy.see(originals, seen, cfg.min_pixels, cfg.max_pixels)
                 segments = prompt_segments(group.problem, TEMPLATES[cfg.template], group.problem.about)
-                prompts[id(group)] = originals, images, policy.encode(segments, [image.grid for image in images])
-            except (OSError, ValueError):        # media that were readable when they were drawn
-                prompts[id(group)] = [], [], []
-        originals, images, ids = prompts[id(group)]
-        traj = Trajectory(group.problem, n_prompt=len(ids))
+                ids = policy.encode(segments, [image.grid for image in images])
+                why = ""
+            except (OSError, ValueError) as error:
+                originals, images, ids, why = [], [], [], str(error)
+            prompts[id(group)] = originals, images, ids, why
+        originals, images, ids, why = prompts[id(group)]
+        traj = Trajectory(group.problem, n_prompt=len(ids), failure=why)
         _extend_observed(policy, traj, ids, images)
         rows.append(_Row(traj, originals, {image.digest for image in images}))
         if not ids:
@@ -242,6 +248,7 @@ def _call(row: _Row, pool: SandboxPool) -> None:
         turn.result = row.session.run(turn.content)
     except SandboxError as error:                # ours, not the model's: never trained on
         turn.result = ToolResult("killed", f"sandbox failure: {error}")
+        row.traj.failure = str(error)
         row.end(EndReason.TOOL_FAILURE)
 
 
@@ -258,14 +265,13 @@ def _observe(policy: Policy, rows: list[_Row], cfg: Config, seen: dict[bytes, Se
         closed = traj.ids[-1] == policy.stop_ids[0]
         segments = observation_segments(result.text, len(traj.images), len(images), TEMPLATES[cfg.template], closed)
         ids = policy.encode(segments, [image.grid for image in images])
-        turn.n_observation_tokens = len(ids)
         n_response = len(traj.ids) - traj.n_prompt + len(ids)
         if cfg.end_on_error and result.status != "ok":
             row.end(EndReason.CODE_ERROR)
         elif n_response >= cfg.max_response_tokens or len(traj.images) + len(images) > cfg.max_images:
             row.end(EndReason.TOO_LONG)
         else:
-            row.pending, row.pending_images = ids, images
+            row.pending, row.pending_images, turn.n_observation_tokens = ids, images, len(ids)
             _extend_observed(policy, traj, ids, images)
 
 
@@ -354,19 +360,17 @@ def _vision(features: list[torch.Tensor]) -> dict:
 
 
 class _Recorder(LogitsProcessor):
-    """Temperature and suppression as grpo.logprobs applies them, and the log-prob of every token sampled after it."""
+    """Temperature and suppression as the update applies them, and the log-prob of every token sampled after it."""
 
     def __init__(self, suppressed: tuple[int, ...], temperature: float):
-        self.suppressed, self.temperature = list(suppressed), temperature
+        self.suppressed, self.temperature = suppressed, temperature
         self.logps: list[torch.Tensor] = []
         self.last_BV: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._settle(input_ids[:, -1])
-        scores = scores.float() / self.temperature
-        scores[:, self.suppressed] = -torch.inf
-        self.last_BV = scores
-        return scores
+        self.last_BV = sampling_logits(scores, self.temperature, self.suppressed)
+        return self.last_BV
 
     def _settle(self, sampled_B: torch.Tensor) -> None:
         if self.last_BV is not None:
@@ -426,12 +430,14 @@ def attention_gap(policy: Policy, implementation: str) -> float:
     mask_BT[0, :5] = mask_BT[1, 9:14] = 0
     pos_3BT = (mask_BT.cumsum(-1) - 1).clamp(min=0).expand(3, -1, -1)
     found = []
-    for name in ("sdpa", implementation):
-        policy.model.set_attn_implementation(name)
-        cache = DynamicCache(config=policy.model.config.get_text_config())
-        for columns in (slice(0, 16), slice(16, 24)):
-            logits = policy.model(input_ids=ids_BT[:, columns], attention_mask=mask_BT[:, :columns.stop], cache=cache,
-                                  position_ids=_with_text_row(mask_BT, pos_3BT)[..., columns], use_cache=True).logits
-        found.append(logits.float().log_softmax(-1))
-    policy.model.set_attn_implementation("sdpa")
+    try:
+        for name in ("sdpa", implementation):
+            policy.model.set_attn_implementation(name)
+            cache = DynamicCache(config=policy.model.config.get_text_config())
+            for columns in (slice(0, 16), slice(16, 24)):
+                logits = policy.model(input_ids=ids_BT[:, columns], attention_mask=mask_BT[:, :columns.stop], cache=cache,
+                                      position_ids=_with_text_row(mask_BT, pos_3BT)[..., columns], use_cache=True).logits
+            found.append(logits.float().log_softmax(-1))
+    finally:
+        policy.model.set_attn_implementation("sdpa")
     return (found[0] - found[1]).abs().mean().item()

@@ -23,20 +23,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from pyvision_mini import report
-from pyvision_mini.config import Config, UserError, save_config
+from pyvision_mini.config import Config, UserError
 from pyvision_mini.data import ProblemStream
 from pyvision_mini.grpo import entropy_from_logits, group_advantages, logprobs, policy_loss
 from pyvision_mini.policy import Policy, load_policy, mrope_positions
 from pyvision_mini.reward import GRADER_FAILURES, score
 from pyvision_mini.rollout import choose_attention, describe, mix_seed, rollout
 from pyvision_mini.sandbox import SandboxPool
-from pyvision_mini.selection import Selection, collect
+from pyvision_mini.selection import collect
 from pyvision_mini.trajectory import Group, Problem, Trajectory
 
 # For ranks with fewer micro-batches than others: it costs nothing and changes nothing.
@@ -83,7 +84,6 @@ class Scorer(nn.Module):
         super().__init__()
         self.language_model, self.lm_head = policy.model.model.language_model, policy.model.lm_head
         self.image_id, self.suppressed, self.temperature = policy.image_id, policy.suppressed, temperature
-        self.checkpointing = checkpointing
         if checkpointing:
             policy.model.activation_checkpointing_enable({"use_reentrant": False})
 
@@ -177,9 +177,10 @@ def update(scorer: Scorer, optimizer: torch.optim.Optimizer, policy: Policy, gro
             n_skipped += 1
         optimizer.zero_grad()
     summed: Counter[str] = Counter()
-    for stats in ranks.all_gather(dict(total)):
+    for stats, highest in ranks.all_gather((dict(total), ratio_max)):
         summed.update(stats)
-    summed["ratio_max"] = max(ranks.all_gather(ratio_max))
+        ratio_max = max(ratio_max, highest)
+    summed["ratio_max"] = ratio_max
     return UpdateResult(summed, grad_norm, n_skipped)
 
 
@@ -245,6 +246,7 @@ class StopSignal:
 
     def __init__(self):
         self.signal: int | None = None
+        self.launcher = os.getppid() if "RANK" in os.environ else None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._requested)
 
@@ -254,6 +256,8 @@ class StopSignal:
         self.signal = number
 
     def check(self) -> None:
+        if self.launcher not in (None, os.getppid()):
+            self.signal = signal.SIGHUP              # torchrun was killed: nobody is left to stop its ranks
         if self.signal is not None:
             raise Stopped
 
@@ -311,14 +315,19 @@ class Learner:
         self.ranks.all_gather(None)
 
     def load(self, folder: Path) -> dict:
-        """Read a checkpoint into weights and optimizer, on any number of ranks → its position."""
+        """Read a checkpoint into weights and optimizer, on any number of ranks → its position. UserError if damaged."""
         model, optimizer = get_state_dict(self.scorer, self.optimizer)
         state = {"model": model, "optimizer": optimizer}
-        with warnings.catch_warnings(action="ignore", category=UserWarning):
-            dcp.load(state, checkpoint_id=folder / "state")
+        try:
+            with warnings.catch_warnings(action="ignore", category=UserWarning):
+                dcp.load(state, checkpoint_id=folder / "state")
+            position = json.loads((folder / "position.json").read_text())
+        except (Exception, CheckpointException) as error:    # whatever a damaged file makes of a reader
+            raise UserError(f"{folder}: cannot be read ({error.__class__.__name__}); delete it and --resume from the "
+                            "checkpoint before it") from None
         set_state_dict(self.scorer, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.sync()
-        return json.loads((folder / "position.json").read_text())
+        return position
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -348,40 +357,49 @@ def train(cfg: Config, name: str, problems: list[Problem], held_out: list[Proble
     is answered at once, without a tool; a table at the end compares them with the trained policy.
     """
     stop, ranks = StopSignal(), Ranks()
-    out = Path(ranks.all_gather(cfg.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")[0])
-    check_out(out, cfg.resume, ranks)
+    out = output_folder(cfg, name, ranks)
     learner = Learner(cfg, ranks)
-    position = {"step": 0, "stream": {"epoch": 0, "index": 0}}
+    position = {"step": 0, "evaluated": -1, "stream": {"epoch": 0, "index": 0}}
     if cfg.resume and (found := checkpoints(out / "checkpoints")):
         position = learner.load(found[-1])
-    workers = cfg.tool_workers or max(1, (os.cpu_count() or 1) // ranks.local_world)
-    with SandboxPool(workers=workers, timeout_s=cfg.tool_timeout_s, memory_mb=cfg.tool_memory_mb,
-                     mode=cfg.sandbox) as pool, report.Reporter(out, name, cfg, ranks.rank, started,
-                                                            position["step"]) as reporter:
+        for key in ("model", "data", "seed"):        # the position would mean nothing
+            if (before := position["config"][key]) != getattr(cfg, key):
+                raise UserError(f"--resume --out {out}: it was started with --{key} {'(none)' if before == '' else before}")
+    with open_pool(cfg, ranks) as pool, report.Reporter(out, name, cfg, ranks.rank, started, position["step"]) as reporter:
         stream = ProblemStream(problems, cfg.seed, ranks.rank, ranks.world, check=lambda problem: describe(problem, pool))
         stream.load_state_dict(position["stream"])
         reporter.start(learner.policy, choose_attention(learner.policy), pool, len(problems), len(held_out), ranks.world)
-        run = Run(cfg, learner, stream, held_out, pool, ranks, stop, reporter, out, position["step"], baselines or {})
+        if cfg.top_k:
+            reporter.line(f"warning: --top_k {cfg.top_k} samples from fewer tokens than the update scores: not on-policy")
+        run = Run(cfg, learner, stream, held_out, pool, ranks, stop, reporter, out, position, baselines or {})
         try:
             run.loop()
         except Stopped:
             run.save()
-            reporter.line(f"stopped by {signal.Signals(stop.signal).name} after step {run.done}; "
+            reporter.line(f"stopped by {signal.Signals(stop.signal).name} after step {position['step']}; "
                           f"go on with --resume --out {out}")
             raise SystemExit(128 + stop.signal) from None
         finally:
             ranks.close()
 
 
-def check_out(out: Path, resume: bool, ranks: Ranks) -> None:
-    """Create the output folder, or say that a run is in it."""
+def output_folder(cfg: Config, name: str, ranks: Ranks) -> Path:
+    """Create --out, by default runs/<name>-<time>; UserError if a run is in it already, unless that is to go on."""
+    out = Path(ranks.all_gather(cfg.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")[0])
     used = [n for n in ("config.json", "metrics.jsonl", "checkpoints") if (out / n).exists()]
-    if any(ranks.all_gather(bool(used) and not resume)):
+    if any(ranks.all_gather(bool(used) and not cfg.resume)):
         raise UserError(f"--out {out}: holds a run already; add --resume to go on with it, or choose another folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be created: {error.strerror}") from None
+    return out
+
+
+def open_pool(cfg: Config, ranks: Ranks) -> SandboxPool:
+    """This rank's sandbox; by default as many calls at once as its share of the node's cores."""
+    workers = cfg.tool_workers or max(1, (os.cpu_count() or 1) // ranks.local_world)
+    return SandboxPool(workers, cfg.tool_timeout_s, cfg.tool_memory_mb, mode=cfg.sandbox)
 
 
 @dataclass
@@ -397,30 +415,34 @@ class Run:
     stop: StopSignal
     reporter: report.Reporter
     out: Path
-    done: int                                    # finished steps
+    position: dict                               # finished steps, the step last evaluated, the data after the last step
     baselines: dict[str, Callable[[Problem, SandboxPool], Problem]]
-    position: dict | None = None                 # of the data after the last finished step
 
     def loop(self) -> None:
-        self.position = self.stream.state_dict()
-        if self.held_out and self.done == 0:
-            self.reporter.evaluated("before", self._evaluate(self.cfg, self._mine()))
-        while self.done < self.cfg.steps:
+        self.evaluate_if_due()
+        while self.position["step"] < self.cfg.steps:
             self.step()
-            last = self.done == self.cfg.steps
-            if self.held_out and (last or self.cfg.eval_every and self.done % self.cfg.eval_every == 0):
-                self.reporter.evaluated("after" if last else "during", self._evaluate(self.cfg, self._mine()))
-            if last or self.done % self.cfg.save_every == 0:
+            self.evaluate_if_due()
+            if self.position["step"] == self.cfg.steps or self.position["step"] % self.cfg.save_every == 0:
                 self.save()
         direct = replace(self.cfg, template="direct", max_turns=0, max_images=99, max_prompt_tokens=1 << 20)
-        table = {label: self._evaluate(direct, [self._changed(change, problem) for problem in self._mine()])
+        table = {label: self._evaluate(direct, [change(problem, self.pool) for problem in self._mine()])
                  for label, change in self.baselines.items()}
-        self.reporter.finish(self.done, table)
+        self.reporter.finish(self.position["step"], table)
+
+    def evaluate_if_due(self) -> None:
+        step, last = self.position["step"], self.position["step"] == self.cfg.steps
+        due = step == 0 or last or self.cfg.eval_every and step % self.cfg.eval_every == 0
+        if self.held_out and due and self.position["evaluated"] != step:    # a stopped one is made up for on --resume
+            result = self._evaluate(self.cfg, self._mine())
+            self.reporter.evaluated("before" if step == 0 else "after" if last else "during", result)
+            self.position["evaluated"] = step
 
     def step(self) -> None:
         """Sample until there is enough to learn from, update once, report."""
         began = time.perf_counter()
-        with self.reporter.progress(f"step {self.done + 1}", self.stop.check) as bars:
+        step = self.position["step"] + 1
+        with self.reporter.progress(f"step {step}", self.stop.check) as bars:
             selection = collect(lambda round_index: self._sample(round_index, bars), self.cfg, self._gather,
                                 self.ranks.rank)
             sampled = time.perf_counter()
@@ -430,18 +452,23 @@ class Run:
                             self.ranks, bars.count)
             updated = time.perf_counter()
             self.learner.sync()
-        self.done, self.position = self.done + 1, self.stream.state_dict()
+        self.position |= {"step": step, "stream": self.stream.state_dict()}
         seconds = {"sample": sampled - began, "update": updated - sampled, "sync": time.perf_counter() - updated,
                    "generate": bars.total["generate"], "sandbox": bars.total["sandbox"]}
-        rows = self.ranks.all_gather([report.trajectory_row(traj) for g in selection.sampled for traj in g.trajectories])
-        groups = self.ranks.all_gather(report.selection_row(selection))
-        failures = sum(self.ranks.all_gather(sum(GRADER_FAILURES.values())))
-        self.reporter.step(self.done, [row for part in rows for row in part], groups, result, seconds,
-                           {"skipped_rows": len(self.stream.skipped), "grader_failures": failures})
+        mine = ([report.trajectory_row(traj) for g in selection.sampled for traj in g.trajectories],
+                report.selection_row(selection), sum(GRADER_FAILURES.values()))
+        parts, groups, failures = zip(*self.ranks.all_gather(mine))
+        rows = [row for part in parts for row in part]
+        skipped = [f"{name}: {why}" for name, why in self.stream.skipped.items()]
+        self.reporter.step(step, rows, groups, result, seconds,
+                           {"skipped_rows": len(skipped), "grader_failures": sum(failures)})
+        self.reporter.name_failures([*skipped, *(row["failure"] for row in rows)])
+        if step == 1:
+            report.refuse_hopeless(rows, self.cfg)
 
     def _sample(self, round_index: int, bars: report.Bars) -> list[Group]:
         """This rank's groups of one round, rewards set. After a stop signal: none, and _gather ends the step."""
-        cfg, step = self.cfg, self.done
+        cfg, step = self.cfg, self.position["step"]
         problems = self.stream.next_batch(cfg.problems_per_round)
         bars.expect(len(problems) * cfg.group_size)
         try:
@@ -462,12 +489,6 @@ class Run:
             raise Stopped
         return [value for value, _ in pairs]
 
-    def _changed(self, change: Callable[[Problem, SandboxPool], Problem], problem: Problem) -> Problem:
-        try:
-            return change(problem, self.pool)
-        except ValueError:                       # an unreadable clip stays in the denominator: the rollout fails on it too
-            return problem
-
     def _mine(self) -> list[Problem]:
         return self.held_out[self.ranks.rank::self.ranks.world]
 
@@ -478,10 +499,12 @@ class Run:
                 rows = evaluate(self.learner.policy, problems, cfg, self.pool, self.ranks.rank, bars.tick)
             except Stopped:
                 rows = []
-            return report.evaluation([row for part in self._gather(rows) for row in part])
+            rows = [row for part in self._gather(rows) for row in part]
+        self.reporter.name_failures(row["failure"] for row in rows)
+        report.refuse_hopeless(rows, cfg)
+        return report.evaluation(rows)
 
     def save(self) -> None:
-        self.learner.save(self.out / "checkpoints" / f"step-{self.done:06d}",
-                          {"step": self.done, "stream": self.position, "config": asdict(self.cfg)},
-                          self.cfg.keep_checkpoints)
+        self.learner.save(self.out / "checkpoints" / f"step-{self.position['step']:06d}",
+                          {**self.position, "config": asdict(self.cfg)}, self.cfg.keep_checkpoints)
         self.reporter.curves()

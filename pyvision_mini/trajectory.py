@@ -82,6 +82,7 @@ class Trajectory:
     n_tool_calls: int = 0                                    # calls that pay the bonus (reward.py says which)
     answer: str | None = None                                # extracted from the final turn only
     end: EndReason | None = None
+    failure: str = ""                                        # what failed at TOOL_FAILURE
     correct: float = 0.0                                     # A of the paper's Eq. 1, in 0..1
     reward: float = 0.0                                      # A + bonus · calls · 1[A ≥ 0.5]; set once
 

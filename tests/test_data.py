@@ -48,6 +48,21 @@ def test_json_lists_a_data_key_and_jsonl_read_the_same(folder):
         assert load_problems(folder / name) == (from_lines, []) and len(from_lines) == 3
 
 
+def test_rows_that_break_a_reader_are_skipped_and_named(folder):
+    good, deep = json.dumps({"id": "good", "question": "Q?", "answer": "1"}), "[" * 100_000
+    rows = [good, '{"id": "long", "question": "Q?", "answer": ' + "7" * 5000 + "}", deep,
+            '{"id": "half", "question": "\\ud83d?", "answer": "1"}', '{"id": "\\udc00", "question": "Q?", "answer": " "}',
+            '{"id": "name", "question": "Q?", "answer": "1", "image": "\\ud800.png"}']
+    problems, skipped = load_problems(write(folder, rows))
+    assert [p.id for p in problems] == ["good", "long"] and problems[1].answer == "7" * 5000
+    assert [line.split(":")[0] for line in skipped] == ["row 3", "row 4 (id half)", "row 5 (id \\udc00)", "row 6 (id name)"]
+    assert "".join(skipped).encode()                                             # can be printed anywhere
+    whole, _ = load_problems(write(folder, [f"[{', '.join(rows[:2])}]"], "whole.json"))
+    assert [p.id for p in whole] == ["good", "long"]
+    with pytest.raises(UserError, match="no usable row of 1"):
+        load_problems(write(folder, [deep], "deep.json"))
+
+
 def test_rows_of_the_release_load(folder):
     chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "<image>\nFirst?"},
             {"role": "assistant", "content": "A"}, {"role": "user", "content": "<image>Where is it?"}]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +36,6 @@ def metrics(out):
     return [{k: v for k, v in json.loads(line).items() if k not in TIMED} for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
@@ -62,6 +62,57 @@ def test_stopping_and_resuming_gives_the_metrics_of_the_uninterrupted_run(whole,
         file.write('{"step": 3, "left by": "a step after the checkpoint"}\n{"step": 4, "cut')
     run("--out", tmp_path / "run", "--steps", 4, "--save_every", 2, "--resume", *SMALL)
     assert metrics(tmp_path / "run") == metrics(whole[0])
+    elapsed = [json.loads(line)["elapsed"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert elapsed == sorted(elapsed)                                            # the clock goes on
+
+
+def test_an_evaluation_that_was_stopped_is_made_up_for(whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path / "run")
+    position = tmp_path / "run/checkpoints/step-000004/position.json"
+    saved = json.loads(position.read_text())
+    assert saved["evaluated"] == 4
+    position.write_text(json.dumps({**saved, "evaluated": 0}))
+    printed = run("--out", tmp_path / "run", "--steps", 4, "--resume", *SMALL)
+    assert "held out, after: accuracy" in printed and "held out, before" not in printed
+
+
+def test_a_checkpoint_that_cannot_be_read_and_a_resume_on_other_data_say_so(whole, small_data, monkeypatch, capsys):
+    out = small_data / "run"
+    shutil.copytree(whole[0], out)
+    assert "it was started with --seed 0" in refused(["--out", out, "--resume", "--seed", 1], monkeypatch, capsys)
+    assert "it was started with --data (none)" in refused(
+        ["--out", out, "--resume", "--data", small_data / "good.jsonl"], monkeypatch, capsys)
+    shard = next((out / "checkpoints/step-000004/state").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:shard.stat().st_size // 2])
+    assert f"{out}/checkpoints/step-000004: cannot be read" in refused(["--out", out, "--resume"], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("wait_s", [0.2, 2.0])
+def test_ctrl_c_before_the_first_step_leaves_no_traceback(wait_s, tmp_path):
+    started = subprocess.Popen(command("--out", tmp_path / "run"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(wait_s)
+    started.send_signal(signal.SIGINT)
+    _, errors = started.communicate(timeout=60)
+    assert started.returncode in (-signal.SIGINT, 128 + signal.SIGINT) and "Traceback" not in errors
+
+
+def test_ranks_whose_launcher_was_killed_save_and_end(tmp_path):
+    out = tmp_path / "run"
+    with open(tmp_path / "printed", "w") as printed:
+        started = subprocess.Popen(command("--out", out, "--steps", 500, *SMALL, ranks=2), stdout=printed, stderr=printed,
+                                   env={**os.environ, "OMP_NUM_THREADS": "1"})
+    while not (out / "metrics.jsonl").is_file() or len(metrics(out)) < 1:
+        assert started.poll() is None, (tmp_path / "printed").read_text()
+        time.sleep(0.2)
+    ranks = subprocess.run(["pgrep", "-P", str(started.pid)], capture_output=True, text=True).stdout.split()
+    started.kill()
+    started.wait()
+    end = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}/cmdline").is_file() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in ranks):
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    assert len(ranks) == 2 and len(list((out / "checkpoints").iterdir())) == 1
+    assert "stopped by SIGHUP" in (tmp_path / "printed").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -88,15 +139,17 @@ def test_two_ranks_train_own_data_with_a_checkpoint_folder(tmp_path):
     rows = [{"id": k, "question": "What color is the dot?", "answer": "red", "image": "a.png", "kind": "text"} for k in range(12)]
     Image.new("RGB", (300, 200), "red").save(tmp_path / "a.png")
     (tmp_path / "b.png").write_text("no image")
-    rows += [{"id": "no answer", "question": "?"}, {"id": "broken", "question": "?", "answer": "1", "image": "b.png"},
+    rows[0]["image"] = "b.png"
+    rows += [{"id": "no answer", "question": "?"}, {"id": "half", "question": "\ud800", "answer": "1"},
              {"prompt": [{"role": "user", "content": "<image>Which?"}], "reward_model": {"ground_truth": "B"},
               "mm_hint": {"hint_path": "a.png"}, "data_source": "theirs"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     out = tmp_path / "run"
-    printed = run("--out", out, "--model", EMBEDDED, "--data", tmp_path / "rows.jsonl", "--steps", 2, "--sandbox", "best_effort",
+    printed = run("--out", out, "--model", EMBEDDED, "--data", tmp_path / "rows.jsonl", "--steps", 2, "--eval_data", tmp_path / "rows.jsonl", "--sandbox", "best_effort",
                   "--template", "short", "--max_turn_tokens", 64, "--max_response_tokens", 400, "--max_pixels", 12544,
                   "--gradient_checkpointing", "false", *SMALL, ranks=2)
-    assert "step 2 | acc" in printed and "14 to train on" in printed
+    assert "step 2 | acc" in printed and "13 to train on" in printed
+    assert printed.count("failed: 0: cannot read image") == 1                    # named once, and the run went on
     assert metrics(out)[1]["groups_sampled"] == 4                                # two on each rank
 
 
@@ -112,6 +165,8 @@ def small_data(tmp_path):
     (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "metrics.jsonl").write_text("")
+    shutil.copytree(EMBEDDED, tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "model.safetensors", 1000)
     return tmp_path
 
 
@@ -120,6 +175,19 @@ def small_data(tmp_path):
     (["--steps", "many"], "invalid int value: 'many'"),
     (["--steps", "-1"], "--steps -1: must be at least 0"),
     (["--broken", "all"], "invalid choice: 'all'"),
+    (["--seed", "-5"], "--seed -5: must be at least 0"),
+    (["--top_k", "-1"], "--top_k -1: must be at least 0"),
+    (["--tool_workers", "-1"], "--tool_workers -1: must be at least 0"),
+    (["--max_response_tokens", "0"], "--max_response_tokens 0: must be at least 1"),
+    (["--max_images", "0"], "--max_images 0: must be at least 1"),
+    (["--min_pixels", "20000"], "--min_pixels 20000: must not be more than --max_pixels 12544"),
+    (["--tool_bonus", "nan"], "--tool_bonus nan: must be a finite number"),
+    (["--temperature", "inf"], "--temperature inf: must be a number greater than 0"),
+    (["--clip_low", "-0.1"], "--clip_low -0.1: must be at least 0"),
+    (["--out", "", "--resume"], "--resume: say which run with --out"),
+    (["--model", "{}/cut", "--data", "{}/good.jsonl"], "cannot be loaded"),
+    (["--template", "paper", *SMALL], "every prompt has over --max_prompt_tokens 512 tokens"),
+    (["--data", "{}/good.jsonl", "--eval_data", "{}/unreadable.jsonl"], "no problem can be shown; 1: cannot read image"),
     (["--model", "{}/llama"], "--model without --data"),
     (["--model", "{}/nowhere", "--data", "{}/good.jsonl"], "no such folder"),
     (["--model", "{}/llama", "--data", "{}/good.jsonl"], "its model_type is 'llama'"),
@@ -132,12 +200,18 @@ def small_data(tmp_path):
     (["--out", "{}/used"], "holds a run already; add --resume"),
     (["--out", "{}/good.png/run"], "cannot be created"),
 ])
-def test_bad_input_is_one_line_that_says_what_and_what_to_do(flags, says, small_data, monkeypatch):
-    out = [] if "--out" in flags else ["--out", str(small_data / "run")]
-    monkeypatch.setattr(sys, "argv", ["train_image.py", *(flag.format(small_data) for flag in flags), *out])
+def test_bad_input_is_one_line_that_says_what_and_what_to_do(flags, says, small_data, monkeypatch, capsys):
+    out = [] if "--out" in flags else ["--out", small_data / "run"]
+    assert says in refused([*(flag.format(small_data) for flag in flags), *out], monkeypatch, capsys)
+
+
+def refused(flags, monkeypatch, capsys):
+    """The one line of an error, and nothing else on stderr."""
+    monkeypatch.setattr(sys, "argv", ["train_image.py", *map(str, flags)])
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stopped:
         train_image.main()
     signal.signal(signal.SIGINT, handlers[0]), signal.signal(signal.SIGTERM, handlers[1])
-    message = str(stopped.value.code)
-    assert message.startswith("error: ") and says in message and "\n" not in message and len(message) < 400
+    message = [line for line in capsys.readouterr().err.splitlines() if "%|" not in line and line.strip("\r ")][-1]
+    assert stopped.value.code == 1 and message.startswith("error: ") and len(message) < 400
+    return message

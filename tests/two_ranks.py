@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from test_trainer import CFG, eight
 
+from pyvision_mini.config import cli
 from pyvision_mini.trainer import Learner, Ranks, update
 
 
@@ -42,4 +43,4 @@ def main(what, folder):
     ranks.close()
 
 
-main(sys.argv[1], Path(sys.argv[2]))
+cli(lambda: main(sys.argv[1], Path(sys.argv[2])))()
