@@ -173,22 +173,25 @@ def cli(main):
     """Decorate a script's main: a UserError becomes one line on stderr and exit code 1, an interrupt one and 130."""
     @wraps(main)
     def run():
-        code = 0
+        code: int | str | None = None
         try:
             main()
         except SystemExit as stopped:
             code = stopped.code
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            code = 1
+            code = f"error: {error}"
         except KeyboardInterrupt:
             print("interrupted; the last checkpoint stays", file=sys.stderr)
             code = 130
         if "RANK" in os.environ:
             # Under torchrun threads of gloo may still hold tensors. One that lets go while the interpreter is torn down
             # aborts the process ("terminate called without an active exception"), so it is not torn down.
+            if isinstance(code, str):
+                print(code, file=sys.stderr)
+                code = 1
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(code)
-        sys.exit(code)
+            os._exit(code or 0)
+        if code:
+            sys.exit(code)
     return run

@@ -23,7 +23,7 @@ from pyvision_mini.trajectory import EndReason, Problem, ToolResult, Trajectory,
 ROOT = Path(__file__).parent.parent
 CASES = [json.loads(line) for line in (Path(__file__).parent / "cases" / "grade.jsonl").read_text().splitlines()]
 IMAGE = {"data": "d", "setting": "agent", "variant_of": "", "category": "", "calls": 1, "no_op_calls": 0, "error_calls": 0,
-         "turns": 2, "visual_tokens": 16, "text_tokens": 40, "end": "answered", "tools": ["basic: crop"], "judge": None,
+         "turns": 2, "visual_tokens": 16, "text_tokens": 40, "end": "answered", "failure": "", "tools": ["basic: crop"], "judge": None,
          "grader_failed": False}
 
 
@@ -63,8 +63,8 @@ def test_the_macro_average_is_over_tasks_and_a_task_over_its_parts():
 
 
 def test_ungraded_samples_are_counted_and_neither_right_nor_wrong_and_failed_problems_stay_wrong():
-    result = summarize(rows({"a": [1, None], "b": [None, None]}) + rows({"c": [0, 0]}, end="tool_failure"))
-    assert (result["accuracy"], result["ungraded"], result["n"], result["failed"]) == (0.5, 3, 3, ["c"])
+    result = summarize(rows({"a": [1, None], "b": [None, None]}) + rows({"c": [0, 0]}, failure="c: why"))
+    assert (result["accuracy"], result["ungraded"], result["n"], result["failed"]) == (0.5, 3, 3, ["c: why"])
 
 
 def test_wemath_rows_get_its_scores():
@@ -191,7 +191,8 @@ def test_an_evaluation_keeps_failing_media_in_and_resumes_without_sampling_again
     flags = ("--data", questions(tmp_path), "--k", 2, "--max-turns", 1, "--baseline", "direct", "--out", tmp_path / "out")
     run(*flags)
     summary, samples = read(tmp_path / "out")
-    assert (summary["n"], summary["k"], summary["failed"]) == (4, 2, ["3"]) and len(samples) == 16
+    assert (summary["n"], summary["k"]) == (4, 2) and len(samples) == 16
+    assert [line.split(" image")[0] for line in summary["failed"]] == ["3: cannot read"]
     assert {"accuracy", "ci95", "tool_calls", "visual_tokens", "pass_k", "macro", "settings"} <= set(summary)
     assert set(summary["results"]) == {"V* (test_questions.jsonl): test_questions.jsonl, agent",
                                        "V* (test_questions.jsonl): test_questions.jsonl, direct"}
@@ -221,7 +222,7 @@ def test_two_ranks_write_each_sample_once(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     summary, samples = read(tmp_path / "out")
     assert sorted((row["id"], row["sample"]) for row in samples) == [(str(i), s) for i in range(5) for s in (0, 1)]
-    assert (summary["n"], summary["failed"]) == (5, ["4"]) and not list((tmp_path / "out").glob("samples-*"))
+    assert (summary["n"], [line[:2] for line in summary["failed"]]) == (5, ["4:"]) and not list((tmp_path / "out").glob("samples-*"))
 
 
 def test_the_generated_sets_are_evaluated_with_both_baselines_when_nothing_is_named(tmp_path, run):

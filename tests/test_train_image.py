@@ -76,15 +76,15 @@ def test_an_evaluation_that_was_stopped_is_made_up_for(whole, tmp_path):
     assert "held out, after: accuracy" in printed and "held out, before" not in printed
 
 
-def test_a_checkpoint_that_cannot_be_read_and_a_resume_on_other_data_say_so(whole, small_data, monkeypatch, capsys):
+def test_a_checkpoint_that_cannot_be_read_and_a_resume_on_other_data_say_so(whole, small_data, monkeypatch):
     out = small_data / "run"
     shutil.copytree(whole[0], out)
-    assert "it was started with --seed 0" in refused(["--out", out, "--resume", "--seed", 1], monkeypatch, capsys)
+    assert "it was started with --seed 0" in refused(["--out", out, "--resume", "--seed", 1], monkeypatch)
     assert "it was started with --data (none)" in refused(
-        ["--out", out, "--resume", "--data", small_data / "good.jsonl"], monkeypatch, capsys)
+        ["--out", out, "--resume", "--data", small_data / "good.jsonl"], monkeypatch)
     shard = next((out / "checkpoints/step-000004/state").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:shard.stat().st_size // 2])
-    assert f"{out}/checkpoints/step-000004: cannot be read" in refused(["--out", out, "--resume"], monkeypatch, capsys)
+    assert f"{out}/checkpoints/step-000004: cannot be read" in refused(["--out", out, "--resume"], monkeypatch)
 
 
 @pytest.mark.parametrize("wait_s", [0.2, 2.0])
@@ -200,18 +200,18 @@ def small_data(tmp_path):
     (["--out", "{}/used"], "holds a run already; add --resume"),
     (["--out", "{}/good.png/run"], "cannot be created"),
 ])
-def test_bad_input_is_one_line_that_says_what_and_what_to_do(flags, says, small_data, monkeypatch, capsys):
+def test_bad_input_is_one_line_that_says_what_and_what_to_do(flags, says, small_data, monkeypatch):
     out = [] if "--out" in flags else ["--out", small_data / "run"]
-    assert says in refused([*(flag.format(small_data) for flag in flags), *out], monkeypatch, capsys)
+    assert says in refused([*(flag.format(small_data) for flag in flags), *out], monkeypatch)
 
 
-def refused(flags, monkeypatch, capsys):
-    """The one line of an error, and nothing else on stderr."""
+def refused(flags, monkeypatch):
+    """What the script says when it ends in an error."""
     monkeypatch.setattr(sys, "argv", ["train_image.py", *map(str, flags)])
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stopped:
         train_image.main()
     signal.signal(signal.SIGINT, handlers[0]), signal.signal(signal.SIGTERM, handlers[1])
-    message = [line for line in capsys.readouterr().err.splitlines() if "%|" not in line and line.strip("\r ")][-1]
-    assert stopped.value.code == 1 and message.startswith("error: ") and len(message) < 400
+    message = str(stopped.value.code)
+    assert message.startswith("error: ") and "\n" not in message and len(message) < 400
     return message

@@ -92,8 +92,7 @@ def test_a_broken_file_is_one_short_reason_that_names_it_and_a_counted_skip(what
     broken, good = problem(path), Problem("good", "?", "1", videos=(clip(tmp_path / "good.mp4", range(0, 600, 30)),))
     reason = describe(broken, pool)
     assert str(path) in reason and len(reason) < 500 and "\n" not in reason
-    with pytest.raises(ValueError, match="broken.mp4"):
-        with_uniform_frames(broken, pool, n=4)
+    assert with_uniform_frames(broken, pool, n=4) is broken                      # the rollout fails on it and says why
     stream = ProblemStream([broken, good], check=lambda p: describe(p, pool))
     assert [p.id for p in stream.next_batch(3)] == ["good"] * 3 and list(stream.skipped) == ["p"]
 
