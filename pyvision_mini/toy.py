@@ -4,7 +4,7 @@ Image: needle search, like V* in small. A 672-pixel image holds one dot whose co
 complementary colour makes the dot vanish when the image is shrunk to what the model sees (112 pixels, 16 tokens); in a
 crop of one quadrant it shows. So the policy has to look, and may need up to four looks.
 Video: a short clip of which the prompt shows nothing. Either the dot shows in one quarter of the frames and the question
-is in which, or its colour changes every quarter and the question names a second.
+is in which, so searching pays; or its colour changes every quarter and the question names a second, so one look is enough.
 
 `python -m pyvision_mini.toy` trains the shipped checkpoint from scratch into pyvision_mini/assets.
 """
@@ -16,7 +16,7 @@ import json
 import os
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from tqdm import tqdm
 from pyvision_mini.config import Config
 from pyvision_mini.images import to_rgb
 from pyvision_mini.policy import EMBEDDED, Policy, fit_image, load_policy
-from pyvision_mini.prompts import IM_END, TEMPLATES, Template, describe_video, observation_segments, prompt_segments
+from pyvision_mini.prompts import IM_END, TEMPLATES, describe_video, observation_segments, prompt_segments
 from pyvision_mini.sandbox import SandboxPool, SandboxSession
 from pyvision_mini.trainer import Scorer, collate, micro_batches
 from pyvision_mini.trajectory import Problem, Trajectory
@@ -36,7 +36,7 @@ from pyvision_mini.trajectory import Problem, Trajectory
 SPLITS = {"train": 0, "val": 1, "test": 2, "lessons": 3}
 COLORS = {"red": (228, 28, 28), "green": (28, 228, 28), "blue": (28, 28, 228),
           "cyan": (28, 228, 228), "magenta": (228, 28, 228), "yellow": (228, 228, 28)}
-QUARTERS = ["first", "second", "third", "fourth"]
+QUARTERS = ["quarter 1", "quarter 2", "quarter 3", "quarter 4"]
 SIZE, HALF, DOT, RING = 672, 336, 10, 14         # pixels of the image, its quadrants, the dot's and the ring's radius
 QUADRANTS = {"top left": (0, 0, HALF, HALF), "top right": (HALF, 0, SIZE, HALF),
              "bottom left": (0, HALF, HALF, SIZE), "bottom right": (HALF, HALF, SIZE, SIZE)}
@@ -49,7 +49,7 @@ class Place:
 
     name: str
     code: str
-    shown: Image.Image
+    shown: Image.Image | None                    # None: the code fails
     tells: bool
 
 
@@ -93,9 +93,9 @@ def image_scene(rng: np.random.Generator, name: str = "") -> Scene:
     color, quadrant = str(rng.choice(list(COLORS))), str(rng.choice(list(QUADRANTS)))
     image, = _draw(rng, SIZE, 1.0, [color], QUADRANTS[quadrant][:2], HALF)
     problem = Problem(name, "What color is the dot?", color, images=(image,), source="needle")
-    places = [Place(q, f"image_clue_0.crop({box}).show()", image.crop(box), q == quadrant) for q, box in QUADRANTS.items()]
+    places = [Place(f"the {q}", f"image_clue_0.crop({box}).show()", image.crop(box), q == quadrant) for q, box in QUADRANTS.items()]
     wrong = [code for box in QUADRANTS.values() for code in (f"image_clue_0.crop{box}.show()", f"image.crop({box}).show()")]
-    return Scene(problem, places, list(COLORS), wrong, [Place("image", "image_clue_0.show()", image, False)])
+    return Scene(problem, places, list(COLORS), wrong, [Place("the image", "image_clue_0.show()", image, False)])
 
 
 def video_scene(rng: np.random.Generator, name: str, folder: Path | None) -> Scene:
@@ -114,17 +114,16 @@ def video_scene(rng: np.random.Generator, name: str, folder: Path | None) -> Sce
     for path in videos:
         if not path.is_file():
             _write_clip(path, [frames[4 * i // n] for i in range(n)], starts)
-    middle = [n * (2 * k + 1) // 8 for k in range(4)]
+    at = [f"video_clue_0[len(video_clue_0) * {2 * k + 1} // 8]" for k in range(4)]
+    places = [Place(QUARTERS[k], f"Image.fromarray({at[k]}.asnumpy()).show()", frames[k], k == target) for k in range(4)]
+    question, answer, guesses = "In which quarter of the video is the dot?", QUARTERS[target], QUARTERS
+    wrong = [f"{frame}.show()" for frame in at]
     if when:
-        seconds = [f"{starts[i] / 1000 + 0.02:.2f}" for i in middle]
-        question, answer, guesses = f"What color is the dot at second {seconds[target]}?", dots[target], list(COLORS)
-        codes = [f"frame_at(video_clue_0, {second}).show()" for second in seconds]
-        wrong = [f"video_clue_0.frame_at({second}).show()" for second in seconds]
-    else:
-        question, answer, guesses = "In which quarter of the video is the dot?", QUARTERS[target], QUARTERS
-        codes = [f"Image.fromarray(video_clue_0[len(video_clue_0) * {2 * k + 1} // 8].asnumpy()).show()" for k in range(4)]
-        wrong = [f"video_clue_0[len(video_clue_0) * {2 * k + 1} // 8].show()" for k in range(4)]
-    places = [Place(f"{QUARTERS[k]} quarter", codes[k], frames[k], k == target) for k in range(4)]
+        second = f"{starts[n * (2 * target + 1) // 8] / 1000 + 0.02:.2f}"
+        question, answer, guesses = f"What color is the dot at second {second}?", dots[target], list(COLORS)
+        # Several times the same place: the teacher goes there about every second time.
+        places += [Place(f"second {second}", f"frame_at(video_clue_0, {second}).show()", frames[target], True)] * 4
+        wrong = [f"video_clue_0.frame_at({second}).show()"]
     average = n / ((starts[-1] + steps[-1]) / 1000)
     return Scene(Problem(name, question, answer, videos=tuple(videos), source="when" if when else "quarter"), places, guesses,
                  wrong, about=describe_video(0, n / average, n, average, FRAME, FRAME),
@@ -192,22 +191,23 @@ def teach(scene: Scene, rng: np.random.Generator, max_turns: int = 4) -> list[St
     while len(steps) < max_turns and rng.random() > 0.15:
         new = [place for place in scene.places if place not in looked] or scene.places
         place, draw = new[rng.integers(len(new))], rng.random()
-        code, shown = place.code, place.shown
-        if draw < 0.15:
-            code, shown = scene.wrong[rng.integers(len(scene.wrong))], None
-        elif draw < 0.25 and scene.no_op:
+        if draw < 0.1 and scene.no_op:
             place = scene.no_op[0]
-            code, shown = place.code, place.shown
-        elif draw < 0.45 and looked:
+        elif draw < 0.3 and looked:
             place = looked[rng.integers(len(looked))]
-            code, shown = place.code, place.shown
-        steps.append(Step(f"Look at the {place.name}.\n<code>\n```python\n{code}\n```\n</code>", code, shown))
-        if shown is not None and place in scene.places:
+        steps.append(look_step(place))
+        if rng.random() < 0.15:
+            steps[-1] = look_step(replace(place, code=str(rng.choice(scene.wrong)), shown=None))
+        elif place in scene.places:
             looked.append(place)
             if place.tells and rng.random() < 0.95:
                 break
     knows = any(place.tells for place in looked) and rng.random() < 0.97
     return [*steps, answer_step(scene.problem.answer if knows else str(rng.choice(scene.guesses)))]
+
+
+def look_step(place: Place) -> Step:
+    return Step(f"Look at {place.name}.\n<code>\n```python\n{place.code}\n```\n</code>", place.code, place.shown)
 
 
 def answer_step(answer: str) -> Step:
@@ -226,6 +226,11 @@ def direct_lesson(scene: Scene, rng: np.random.Generator, side: int = HALF) -> t
     else:
         images = scene.direct
     return Problem("direct", problem.question, problem.answer, images=tuple(images)), [answer_step(problem.answer)]
+
+
+def one_look_lesson(scene: Scene) -> list[Step]:
+    """Second lesson: look where the answer is, then give it. Short, so that what is copied weighs much in the loss."""
+    return [look_step([place for place in scene.places if place.tells][-1]), answer_step(scene.problem.answer)]
 
 
 # --- the tiny model ---------------------------------------------------------------------------------------------------
@@ -323,8 +328,8 @@ class Lessons:
         return total
 
 
-# The two parts: steps, learning rate, share of videos. Pictures answered at once; then whole conversations.
-PARTS = ((600, 1.5e-3, 0.0), (450, 8e-4, 0.5))
+# The two parts: steps, learning rate, share of videos. Pictures answered at once; then conversations too.
+PARTS = ((600, 1.5e-3, 0.0), (600, 8e-4, 0.5))
 
 
 def lesson_scene(i: int, share: float) -> Scene:
@@ -357,10 +362,11 @@ def train_part(lessons: Lessons, part: int, seed: int = 0) -> None:
         scenes = [lesson_scene((part * 1000 + step) * 64 + i, share) for i in range(64 if part == 0 else 32)]
         if part == 0:                            # the dot is large at first and shrinks while its colour is named
             side = min(HALF, side + 2 * (smooth < 0.12))
-        n_direct = 64 if part == 0 else 8
+        n_direct, n_short = (64, 64) if part == 0 else (6, 16)
         trajs = [lessons.trajectory(*direct_lesson(scene, rng, side if part == 0 else HALF), scene.about, "direct")
                  for scene in scenes[:n_direct]]
-        trajs += [lessons.trajectory(scene.problem, teach(scene, rng), scene.about) for scene in scenes[n_direct:]]
+        trajs += [lessons.trajectory(scene.problem, one_look_lesson(scene) if i < n_short else teach(scene, rng), scene.about)
+                  for i, scene in enumerate(scenes) if i >= n_direct]
         optimizer.zero_grad()
         loss = lessons.backward(scorer, trajs)
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
@@ -395,8 +401,9 @@ def picture_accuracy(policy: Policy, lessons: Lessons, scenes: list[Scene]) -> f
     for scene in scenes:
         problem, _ = direct_lesson(scene, np.random.default_rng(0))
         trajs = [lessons.trajectory(problem, [answer_step(guess)], scene.about, "direct") for guess in scene.guesses]
+        shown = [seen.features for seen in policy.see(trajs[0].images, {}, 56 * 56, 112 * 112)]
         for traj in trajs:
-            traj.features = [seen.features for seen in policy.see(traj.images, {}, 56 * 56, 112 * 112)]
+            traj.features = shown
         logp_BT, _ = scorer(collate(policy, trajs))
         right += scene.guesses[int(logp_BT.sum(1).argmax())] == problem.answer
     return right / len(scenes)
