@@ -5,18 +5,22 @@
 3. Tokens per image: 16.
 4. Held-out accuracy against the number of tool turns allowed, of --model (a checkpoint after RL): it grows.
 """
+# ruff: noqa: E402
 
 from __future__ import annotations
 
 import argparse
 import platform
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from pyvision_mini.config import Config
 from pyvision_mini.policy import Policy, load_policy
 from pyvision_mini.sandbox import SandboxPool
