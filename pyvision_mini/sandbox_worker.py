@@ -169,34 +169,36 @@ def serve(control: socket.socket) -> None:
     """Fork a session, or kill and reap one, when the trainer asks. Nothing is reaped before, so its pid stays its own."""
     pids: dict[str, int] = {}
     zygote = os.getpid()
-    while os.getppid() == SETTINGS["trainer"]:
-        with contextlib.suppress(TimeoutError):
-            message, fds, *_ = socket.recv_fds(control, 1 << 20, 1)
-            if not message:
-                break                                                  # the trainer has closed it or died
-            request, answer = json.loads(message), {}
-            request["scratch"] = scratch = os.path.join(SETTINGS["folder"], request["key"])
-            if pid := pids.pop(scratch, 0):                            # asked for a second time: end it
-                os.killpg(pid, signal.SIGKILL)
-                answer["status"] = os.waitpid(pid, 0)[1]
-                try:
-                    os.rmdir(scratch)
-                except OSError:                                        # it was not on a tmpfs; `rm` does not mind any depth
-                    os.spawnvp(os.P_WAIT, "rm", ["rm", "-rf", "--", scratch])
-            for fd in fds:
-                with contextlib.suppress(OSError):                     # the machine is full: no pid in the answer
-                    os.mkdir(scratch, 0o700)
-                    if (pid := os.fork()) == 0:
-                        try:
-                            Session(fd, zygote, request).live()
-                        finally:
-                            os._exit(1)
-                    os.setpgid(pid, pid)                               # so that one signal kills what it may have forked
-                    pids[scratch] = answer["pid"] = pid
-                os.close(fd)
-            control.sendall(json.dumps(answer).encode())
-    for pid in pids.values():
-        os.killpg(pid, signal.SIGKILL)
+    try:
+        while os.getppid() == SETTINGS["trainer"]:
+            with contextlib.suppress(TimeoutError):
+                message, fds, *_ = socket.recv_fds(control, 1 << 20, 1)
+                if not message:
+                    break                                              # the trainer has closed it or died
+                request, answer = json.loads(message), {}
+                request["scratch"] = scratch = os.path.join(SETTINGS["folder"], request["key"])
+                if pid := pids.pop(scratch, 0):                        # asked for a second time: end it
+                    os.killpg(pid, signal.SIGKILL)
+                    answer["status"] = os.waitpid(pid, 0)[1]
+                    try:
+                        os.rmdir(scratch)
+                    except OSError:                                    # it was not on a tmpfs; `rm` does not mind any depth
+                        os.spawnvp(os.P_WAIT, "rm", ["rm", "-rf", "--", scratch])
+                for fd in fds:
+                    with contextlib.suppress(OSError):                 # the machine is full: no pid in the answer
+                        os.mkdir(scratch, 0o700)
+                        if (pid := os.fork()) == 0:
+                            try:
+                                Session(fd, zygote, request).live()
+                            finally:
+                                os._exit(1)
+                        os.setpgid(pid, pid)                           # so that one signal kills what it may have forked
+                        pids[scratch] = answer["pid"] = pid
+                    os.close(fd)
+                control.sendall(json.dumps(answer).encode())
+    finally:                                                           # killed sessions write no more: then `rm` can
+        for pid in pids.values():
+            os.killpg(pid, signal.SIGKILL)
 
 
 np.random.seed(0)                                                      # loads numpy.random, too: 8 ms that a session saves
@@ -207,6 +209,7 @@ plt.close()
 gc.freeze()                                                            # the collector must not copy shared pages
 channel = socket.socket(fileno=SETTINGS["control"])
 channel.settimeout(1)                                                  # to see now and then whether the trainer lives
-channel.sendall(b"{}")
-serve(channel)
+with contextlib.suppress(OSError):                                     # the trainer was killed while it asked
+    channel.sendall(b"{}")
+    serve(channel)
 os.execvp("rm", ["rm", "-rf", "--", SETTINGS["folder"]])

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -507,6 +508,23 @@ def test_when_the_trainer_is_killed_everything_goes():
     assert wait_until(lambda: not Path(folder).exists())
 
     assert wait_until(lambda: not any(running(int(pid)) for pid in pids))
+
+
+@LINUX
+def test_when_the_trainer_is_killed_while_the_sandbox_starts_no_folder_stays():
+    """The zygote finds its channel closed as it reports that it is ready, or in the middle of an answer."""
+    code = "from pyvision_mini.sandbox import SandboxPool\nprint('importing done', flush=True)\nSandboxPool()"
+    root, before = str(Path(__file__).resolve().parent.parent), scratch_folders()
+    for delay in (0.1, 0.4, 0.8, 1.2):
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=root, text=True) as trainer:
+            trainer.stdout.readline()
+            time.sleep(delay)
+            trainer.kill()
+    assert wait_until(lambda: scratch_folders() <= before, 10)
+
+
+def scratch_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("pyvision-mini-*"))
 
 
 @LINUX
