@@ -9,6 +9,7 @@ import json
 import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -36,10 +37,11 @@ def problems(cfg: Config, flags: EvalConfig, out: Path) -> dict[str, tuple[list[
     found, made = {}, {"image": toy.image_problems, "video": toy.video_problems}
     for part in (cfg.data or "image,video").split(","):
         if part in made:
-            found[part] = made[part](flags.n or 100, 0, "test"), {}
+            found[part] = made[part](flags.limit or 100, 0, "test"), {}
         else:
             name, rows, notes = load_benchmark(part, out / "media")
-            found[f"{name}: {Path(part).name}"] = rows[:flags.n or None], notes
+            label = f"{name}: {Path(part).name}"
+            found[f"{name}: {part}" if label in found else label] = rows[:flags.limit or None], notes
     return found
 
 
@@ -70,8 +72,8 @@ def sample_row(where: tuple[str, str], i: int, traj: Trajectory, cfg: Config) ->
 
 
 def ask(judge: Judge | None, which: str, rows: list[dict]) -> None:
-    """The judge's verdicts over answers that rules do not find right. Where it fails the sample stays ungraded."""
-    asked = [row for row in rows if row["answer"] and row["accuracy"] < 1 and which in ("all", row["kind"])]
+    """The judge's verdicts over answers that rules give nothing. Where it fails the sample stays ungraded."""
+    asked = [row for row in rows if row["answer"] and row["accuracy"] == 0 and which in ("all", row["kind"])]
     cases = [("\n".join([row["question"], *(row["choices"] or ())]), row["gold"], row["answer"]) for row in asked]
     for row, verdict in zip(asked, judge(cases) if judge else ()):
         row["judge"] = {True: "right", False: "wrong", None: "failed"}[verdict]
@@ -107,20 +109,20 @@ def main() -> None:
     cfg, flags = parse_config(extra=EvalConfig, paper={"max_turns": 30}, baseline=both)
     started, stop, ranks = time.time(), trainer.StopSignal(), trainer.Ranks(patience_h=24)
     out = trainer.output_folder(cfg, "eval", ranks)
-    settings, saved = {**asdict(cfg), **asdict(flags)}, out / "config.json"
+    data, saved = problems(cfg, flags, out), out / "config.json"
+    crcs = {name: crc32(repr([replace(p, images=(), videos=()) for p in rows]).encode()) for name, (rows, _) in data.items()}
+    settings = {**asdict(cfg), **asdict(flags), "data_crc32": crcs}
     before = ranks.all_gather(json.loads(saved.read_text()) if saved.is_file() else settings)[0]
     if changed := [key for key in settings if before.get(key) != settings[key] and key not in ("out", "resume")]:
         raise UserError(f"--resume --out {out}: it was started with another {changed[0]}, {before.get(changed[0])!r}")
-    data = problems(cfg, flags, out)
     if ranks.rank == 0:
         saved.write_text(json.dumps(settings, indent=1) + "\n")
-        report.merge_samples(out, flags.k)
-    ranks.all_gather(None)
-    done = {(row["data"], row["setting"], row["id"]) for row in report.read_metrics(out / "samples.jsonl")}
+        kept = report.merge_samples(out, flags.k)
+    done = ranks.all_gather(ranks.rank == 0 and {(row["data"], row["setting"], row["id"]) for row in kept})[0]
     policy = load_policy(cfg.model or None, ranks.device, torch.float32 if ranks.device.type == "cpu" else torch.bfloat16)
-    say = print if ranks.rank == 0 else lambda *_: None
+    say = print if ranks.rank == 0 else lambda *_, **__: None
     say(f"policy: {cfg.model or 'embedded'}; attention: {choose_attention(policy)}; output: {out}")
-    say("settings:", *(f"{key}={settings[key]}" for key in ("template", "max_pixels", "max_turns", "k", "n", "judge", "seed")))
+    say("settings:", *(f"{key}={settings[key]}" for key in ("k", "limit", "judge", "judge_model", "seed")))
     judge = Judge(flags.judge_url, flags.judge_model, out / "judge.txt") if flags.judge != "none" else None
     try:
         with trainer.open_pool(cfg, ranks) as pool:
@@ -128,13 +130,15 @@ def main() -> None:
                 for kind, lines in ((kind, lines) for kind, lines in notes.items() if lines):
                     say(f"{name}: {len(lines)} {kind}", *lines[:5], sep="\n  ")
                 for setting, run in runs(cfg, flags, name, rows).items():
-                    say(f"{name}, {setting}: {len(rows)} problems, temperature {run[0].temperature}, top-k {run[0].top_k}")
+                    told = {key: getattr(run[0], key) for key in ("template", "max_pixels", "max_turns", "temperature", "top_k")}
+                    settings.setdefault("runs", {})[f"{name}, {setting}"] = told | {"frames": run[1]}
+                    say(f"{name}, {setting}: {len(rows)} problems", *(f"{key}={value}" for key, value in told.items()))
                     evaluate((name, setting), [p for p in rows if (name, setting, p.id) not in done], run, flags, policy, pool,
                              judge, out, ranks, stop)
-        ranks.all_gather(None)
+        failures = sum(ranks.all_gather(judge.failures if judge else Counter()), Counter())
         if ranks.rank == 0:
-            notes = {name: notes for name, (_, notes) in data.items()}
-            report.write_results(report.merge_samples(out), settings, notes, out, started)
+            notes = {name: lines for name, (_, lines) in data.items()}
+            report.write_results(report.merge_samples(out), settings, notes, failures, out, started)
     except trainer.Stopped:
         print(f"stopped; go on with --resume --out {out}")
         raise SystemExit(128 + stop.signal) from None

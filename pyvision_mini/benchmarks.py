@@ -14,11 +14,10 @@ import os
 import random
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 from pyvision_mini.config import UserError
 from pyvision_mini.data import VIDEO_SUFFIXES, read_rows, to_problem
@@ -45,8 +44,12 @@ class Reader:
 
 
 def _options(text: str) -> list[str]:
-    """The options of one text: "(A) red (B) green", "A. red;B. green"."""
-    return [part.strip(" ;\n") for part in re.split(r"(?:^|[;\s])\(?[A-H][.)]\s*", text.strip())[1:]]
+    """The options of one text: "(A) red (B) green", "A. red;B. green". In "A. vitamin C. B. iron" C is no option."""
+    marks: list[re.Match] = []
+    for mark in re.finditer(r"(?:^|[;\s])\(?([A-H])[.)]\s*", text := text.strip()):
+        marks += [mark] if ord(mark[1]) == 65 + len(marks) else []
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    return [text[mark.end():end].strip(" ;\n") for mark, end in zip(marks, ends)]
 
 
 def _tagged(text: object) -> str:
@@ -74,9 +77,11 @@ def _vstar_json(row: dict) -> dict:
 
 def _hrbench(row: dict) -> dict:
     """A question comes in several rows with its options moved on: one observation, not several."""
+    image = (row["image"] or "").encode()
+    with suppress(ValueError):                   # what is no base64 stays in as it is, an image that cannot be read
+        image = base64.b64decode(image)
     return {"choices": [row[c] for c in "ABCDEFGH" if row.get(c) not in (None, "")],
-            "variant_of": row["question"] + hashlib.sha1(row["image"].encode()).hexdigest(),
-            "media": [{"bytes": base64.b64decode(row["image"])}]}
+            "variant_of": row["question"] + hashlib.sha1(image).hexdigest(), "media": [{"bytes": image}]}
 
 
 def _wemath(row: dict) -> dict:
@@ -129,34 +134,43 @@ READERS = [
 
 
 def load_benchmark(path: str | Path, media: Path) -> tuple[str, list[Problem], dict[str, list[str]]]:
-    """File or folder → (format, problems, {"skipped_rows", "bad_golds"}: a line per row).
+    """File or folder → (format, problems, {"skipped_rows", "bad_golds", "rows_without_media"}: a line per row).
 
     Images inside the file are unpacked once into the folder `media`. UserError when no reader knows the columns.
     """
-    reader, problems, skipped, bad = None, {}, [], []
-    for number, (folder, row) in enumerate(_rows(Path(path)), start=1):
+    reader, problems, skipped, bad, bare = None, {}, [], [], []
+    for number, (folder, row, more) in enumerate(_rows(Path(path)), start=1):
         try:
             row = json.loads(row) if isinstance(row, str) else row
+            row = {**row, **more} if more else row
             reader = reader or _find_reader(row)
             problem = _problem(reader, row, number, folder, media)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            skipped.append(f"row {number}: {type(error).__name__}: {error}")
+            if problem == problems.get(problem.id):      # a folder may hold the whole set and parts of it
+                raise ValueError(f"the same as an earlier row, id {problem.id}")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            skipped.append(f"row {number}: {type(error).__name__}: {error}".encode(errors="backslashreplace").decode())
             continue
-        problem.id += f"#{number}" * (problem.id in problems)
+        while problem.id in problems:
+            problem.id += f"#{number}"
         problems[problem.id] = problem
         if not check_gold(problem):
             bad.append(f"row {number} (id {problem.id}): gold {problem.answer!r} is not graded right as {problem.kind}")
+        if not problem.images and not problem.videos:
+            bare.append(f"row {number} (id {problem.id})")
     if not problems:
-        raise UserError(f"{path}: no usable row; {skipped[0] if skipped else 'no file of ' + ', '.join(SUFFIXES)}")
-    return reader.name, list(problems.values()), {"skipped_rows": skipped, "bad_golds": bad}
+        known = "" if reader else "; known are " + "; ".join(f"{known.name}: {known.needs}" for known in READERS)
+        why = skipped[0] if skipped else f"no row in a file of {', '.join(SUFFIXES)}"
+        raise UserError(f"{path}: no usable row; {why}{known}")
+    return reader.name, list(problems.values()), {"skipped_rows": skipped, "bad_golds": bad, "rows_without_media": bare}
 
 
-def _find_reader(row: dict) -> Reader:
+def _find_reader(row: object) -> Reader:
     """The reader that recognises most of the row's columns, the earlier one if several do."""
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
     fits = [reader for reader in READERS if set(reader.needs.split(",")) <= set(row)]
     if not fits:
-        known = "; ".join(f"{reader.name}: {reader.needs}" for reader in READERS)
-        raise UserError(f"no known format has the columns {', '.join(map(str, row))}; known are {known}")
+        raise LookupError(f"no known format has the columns {', '.join(map(str, row))}")
     return max(fits, key=lambda reader: (bool(reader.question), reader.needs.count(",")))
 
 
@@ -189,30 +203,34 @@ def _first(row: dict, names: str) -> object:
 
 def _file(value: object, folder: Path, media: Path) -> Path:
     """A media value as a file: a path below the data's folder or beside it, or bytes that are unpacked."""
-    if isinstance(value, dict) and value.get("bytes"):
+    if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
         path = media / f"{hashlib.sha1(value['bytes']).hexdigest()}.png"   # PIL reads the content, not the suffix
         if not path.is_file():
             media.mkdir(parents=True, exist_ok=True)
             (partial := path.with_suffix(f".{os.getpid()}")).write_bytes(value["bytes"])
             partial.replace(path)
         return path
-    name = str(value["path"] if isinstance(value, dict) else value)
+    name = str(value.get("path") if isinstance(value, dict) else value)
     roots = (folder, *(folder / sub for sub in ("images", "data", "videos", "png")), folder.parent)
     found = [root / n for n in (name, name.lstrip("/")) for root in roots if os.path.isfile(root / n)]
     return found[0] if found else folder / name
 
 
-def _rows(path: Path) -> Iterator[tuple[Path, object]]:
-    """(folder its media are in, row) of a file, of all data files of a folder, or of V*'s two folders of JSON files."""
+def _rows(path: Path) -> Iterator[tuple[Path, object, dict]]:
+    """(folder its media are in, row, more columns) of a file, a folder's data files, or V*'s two folders of JSON files."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in (*path.iterdir(), *path.glob("data/*")) if file.suffix in SUFFIXES)
         notes = [] if files else [*path.glob("direct_attributes/*.json"), *path.glob("relative_position/*.json")]
         for note in sorted(notes):
             image = next((f for f in note.parent.glob(f"{note.stem}.*") if f != note), note.with_suffix(".jpg"))
-            yield path, {**json.loads(note.read_text()), "category": note.parent.name, "image": str(image.relative_to(path))}
+            more = {"category": note.parent.name, "image": str(image.relative_to(path))}
+            yield path, note.read_text(errors="replace"), more
     for file in files:
-        yield from ((file.parent, row) for row in _file_rows(file))
+        try:
+            yield from ((file.parent, row, {}) for row in _file_rows(file))
+        except (OSError, ValueError, csv.Error) as error:
+            raise UserError(f"cannot read {file}: {error}") from None
 
 
 def _file_rows(file: Path) -> Iterator[object]:
@@ -225,25 +243,7 @@ def _file_rows(file: Path) -> Iterator[object]:
             yield from batch.to_pylist()
     elif file.suffix == ".tsv":
         csv.field_size_limit(sys.maxsize)
-        with file.open(newline="", encoding="utf-8") as lines:
+        with file.open(newline="", encoding="utf-8-sig") as lines:
             yield from csv.DictReader(lines, delimiter="\t")
     else:
         yield from (row for _, row in read_rows(file))
-
-
-def wemath_scores(right: dict[tuple[str, str], float]) -> dict[str, float]:
-    """{(ID, key): right} → We-Math's four dimensions and scores (arXiv 2407.01284), as shares of its composite problems."""
-    steps: dict[str, dict[str, bool]] = defaultdict(dict)
-    for (name, key), value in right.items():
-        steps[name][key.rsplit("_", 1)[-1]] = value >= 0.5
-    whole = [(found.pop("multi"), list(found.values())) for found in steps.values() if "multi" in found and len(found) > 1]
-    if not whole:
-        return {}
-    scores = {"insufficient_knowledge": fmean(not multi and not all(parts) for multi, parts in whole),
-              "inadequate_generalization": fmean(not multi and all(parts) for multi, parts in whole)}
-    for name, mastered in (("strict", all), ("loose", any)):
-        rote = fmean(multi and not mastered(parts) for multi, parts in whole)
-        complete = fmean(multi and mastered(parts) for multi, parts in whole)
-        scores |= {f"complete_mastery_{name}": complete, f"score_{name}": complete + 0.5 * scores["inadequate_generalization"],
-                   f"rote_memorization_{name}": rote / (rote + complete) if rote + complete else 0.0}
-    return scores

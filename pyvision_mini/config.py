@@ -109,7 +109,7 @@ class EvalConfig:
     """The flags of eval.py beside Config's."""
 
     k: int = _f(1, "samples per problem, for avg@k and pass@k")
-    n: int = _f(0, "problems per data set, the first ones; 0: all, of generated ones 100")
+    limit: int = _f(0, "problems per data set, the first ones; 0: all, of generated ones 100")
     baseline: str = _f("none", "beside the agent: direct (one answer without a tool), uniform (the same with frames of the "
                        "video in the prompt) or both", ["none", "direct", "uniform", "both"])
     frames: int = _f(8, "frames per video of the uniform baseline")
@@ -119,8 +119,8 @@ class EvalConfig:
     judge_model: str = _f("", "the judge's name at the endpoint")
 
     def __post_init__(self):
-        if min(self.k, self.frames) < 1 or self.n < 0:
-            raise UserError("--k and --frames must be at least 1, --n at least 0")
+        if min(self.k, self.frames) < 1 or self.limit < 0:
+            raise UserError("--k and --frames must be at least 1, --limit at least 0")
         if self.judge != "none" and not (self.judge_url and self.judge_model):
             raise UserError(f"--judge {self.judge}: name the judge with --judge_url and --judge_model")
 

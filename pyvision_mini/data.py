@@ -40,7 +40,7 @@ def load_problems(path: str | Path) -> tuple[list[Problem], list[str]]:
             line = f"row {number}{named}: {'not JSON: ' * isinstance(error, json.JSONDecodeError)}{error}"
             skipped.append(line.encode(errors="backslashreplace").decode())
             continue
-        if problem.id in problems:                   # merged files number each of their sources from 0
+        while problem.id in problems:                # merged files number each of their sources from 0
             problem.id += f"#{number}"
         problems[problem.id] = problem
     if not problems:

@@ -20,7 +20,6 @@ from statistics import fmean, stdev
 import torch
 from tqdm import tqdm
 
-from pyvision_mini.benchmarks import wemath_scores
 from pyvision_mini.config import Config, UserError, explicit, save_config
 from pyvision_mini.selection import Selection
 from pyvision_mini.trajectory import Trajectory
@@ -330,7 +329,25 @@ def summarize(rows: list[dict]) -> dict:
     return result
 
 
-def write_results(rows: list[dict], settings: dict, notes: dict, out: Path, started: float) -> None:
+def wemath_scores(right: dict[tuple[str, str], float]) -> dict[str, float]:
+    """{(ID, key): right} → We-Math's four dimensions and scores (arXiv 2407.01284), as shares of its composite problems."""
+    steps: dict[str, dict[str, bool]] = defaultdict(dict)
+    for (name, key), value in right.items():
+        steps[name][key.rsplit("_", 1)[-1]] = value >= 0.5
+    whole = [(found.pop("multi"), list(found.values())) for found in steps.values() if "multi" in found and len(found) > 1]
+    if not whole:
+        return {}
+    scores = {"insufficient_knowledge": fmean(not multi and not all(parts) for multi, parts in whole),
+              "inadequate_generalization": fmean(not multi and all(parts) for multi, parts in whole)}
+    for name, mastered in (("strict", all), ("loose", any)):
+        rote = fmean(multi and not mastered(parts) for multi, parts in whole)
+        complete = fmean(multi and mastered(parts) for multi, parts in whole)
+        scores |= {f"complete_mastery_{name}": complete, f"score_{name}": complete + 0.5 * scores["inadequate_generalization"],
+                   f"rote_memorization_{name}": rote / (rote + complete) if rote + complete else 0.0}
+    return scores
+
+
+def write_results(rows: list[dict], settings: dict, notes: dict, judge_failures: Counter, out: Path, started: float) -> None:
     """Samples → the printed table, summary.json, results.png and results.html. The agent's numbers head the summary."""
     from matplotlib.figure import Figure
 
@@ -339,7 +356,8 @@ def write_results(rows: list[dict], settings: dict, notes: dict, out: Path, star
         parts[f"{row['data']}, {row['setting']}"].append(row)
     results = {name: summarize(part) for name, part in parts.items()}
     summary = summarize([row for row in rows if row["setting"] == "agent"]) | {
-        "results": results, "settings": settings, "rows": notes, "seconds": time.time() - started}
+        "results": results, "settings": settings, "rows": notes, "judge_failures": judge_failures,
+        "seconds": time.time() - started}
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     lines = [f"{'':40} avg@k   ±95%  pass@k  macro      n  calls  no-op  error  none  turns  img tok  text tok"]
     for name, r in results.items():
@@ -356,7 +374,10 @@ def write_results(rows: list[dict], settings: dict, notes: dict, out: Path, star
         if r["ungraded"]:
             low = sum(row["accuracy"] or 0 for row in parts[name]) / len(parts[name])
             lines.append(f"    accuracy between {low:.3f} and {low + r['ungraded'] / len(parts[name]):.3f} if all were graded")
-    print("\n".join(lines))
+    if judge_failures:
+        lines.append(f"failed tries to ask the judge: {', '.join(f'{n} {why}' for why, n in judge_failures.most_common(5))}")
+    text = "\n".join(lines).encode(errors="backslashreplace").decode()          # half a surrogate pair prints nowhere
+    print(text)
     figure = Figure(figsize=(8, 1 + 0.5 * len(results)), layout="constrained")
     axes, shown = figure.subplots(), {name: r for name, r in reversed(results.items()) if r["accuracy"] is not None}
     axes.barh(list(shown), [r["accuracy"] for r in shown.values()], xerr=[r["ci95"] or 0 for r in shown.values()], capsize=3)
@@ -364,7 +385,7 @@ def write_results(rows: list[dict], settings: dict, notes: dict, out: Path, star
     figure.savefig(out / "results.png", dpi=90)
     picture = b64encode((out / "results.png").read_bytes()).decode()
     (out / "results.html").write_text(
-        f"<!doctype html><meta charset=utf-8><title>Evaluation</title><pre>{escape(chr(10).join(lines))}</pre>"
+        f"<!doctype html><meta charset=utf-8><title>Evaluation</title><pre>{escape(text)}</pre>"
         f"<img src='data:image/png;base64,{picture}'>"
         f"<pre>{escape(json.dumps({'settings': settings, 'rows': notes}, indent=1))}</pre>")
     print(f"results, plot and samples in {out}, {time.time() - started:.0f} s")

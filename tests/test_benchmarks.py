@@ -13,9 +13,10 @@ import types
 import pytest
 from PIL import Image
 
-from pyvision_mini.benchmarks import READERS, load_benchmark, wemath_scores
+from pyvision_mini.benchmarks import READERS, load_benchmark
 from pyvision_mini.config import UserError
 from pyvision_mini.images import load_image
+from pyvision_mini.report import wemath_scores
 
 
 def png(color: str) -> bytes:
@@ -46,7 +47,7 @@ def write(folder, name, rows, media=()):
 
 def load(folder, name, rows, media=()):
     kind, problems, notes = load_benchmark(write(folder, name, rows, media), folder / "unpacked")
-    assert notes == {"bad_golds": [], "skipped_rows": []}
+    assert notes == {"bad_golds": [], "skipped_rows": [], "rows_without_media": []}
     return kind, problems
 
 
@@ -216,7 +217,7 @@ def test_an_unknown_format_lists_the_known_ones_and_the_columns_found(tmp_path):
     with pytest.raises(UserError, match="no known format has the columns Frage, Antwort; known are V\\*.*VSI-Bench"):
         load_benchmark(path, tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no usable row; no file of .jsonl"):
+    with pytest.raises(UserError, match="no usable row; no row in a file of .jsonl"):
         load_benchmark(tmp_path / "empty", tmp_path)
 
 
@@ -242,3 +243,68 @@ def test_wemath_scores_are_those_of_its_four_dimensions():
         "rote_memorization_strict": 0.5, "score_strict": 0.375,       # 1 − .25 − .5 · .25 − .25
         "complete_mastery_loose": 0.5, "rote_memorization_loose": 0.0, "score_loose": 0.625})
     assert wemath_scores({("a", "x"): 1}) == {}
+
+
+def test_options_are_told_by_their_letters_in_order(tmp_path):
+    row = {"ID": "2steps_1", "knowledge concept": "k", "question": "Which?", "option": "A. vitamin C. pure; B. iron; C. zinc",
+           "answer": "C", "image_path": "a.png", "key": "2steps_1"}
+    _, (problem,) = load(tmp_path, "testmini.json", [row], ["a.png"])
+    assert (problem.choices, problem.answer) == (["vitamin C. pure", "iron", "zinc"], "C")
+
+
+def hrbench(index, image, question="Which?"):
+    return {"index": index, "question": question, "answer": "A", "category": "single", "A": "1", "B": "2", "C": "3", "D": "4",
+            "cycle_category": "c", "image": image}
+
+
+def test_an_image_that_is_no_image_or_no_base64_or_empty_stays_in_and_fails_when_it_is_read(tmp_path):
+    junk = [base64.b64encode(b"no image").decode(), "abcde", ""]
+    name, problems = load(tmp_path, "hr.tsv", [hrbench(i, image, f"{i}?") for i, image in enumerate(junk)])
+    assert name == "HRBench" and [p.id for p in problems] == ["0", "1", "2"]
+    for problem in problems:
+        with pytest.raises(ValueError, match="cannot read image"):
+            load_image(problem.images[0])
+
+
+def test_quotes_tabs_line_breaks_and_a_byte_order_mark_in_a_tsv_are_read(tmp_path):
+    path = write(tmp_path, "hr.tsv", [hrbench(0, BASE64, 'Which "one"?\tThis\nor that')])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    name, (problem,), _ = load_benchmark(path, tmp_path / "unpacked")
+    assert (name, problem.question, len(problem.choices)) == ("HRBench", 'Which "one"?\tThis\nor that', 4)
+
+
+@pytest.mark.parametrize("name, content", [("gone.tsv", None), ("a.tsv", b"\xff\xfe\x00"), ("gone.json", None), ("a.json", b"\xff"),
+                                           ("a.jsonl", b"[" * 100_000), ("a.csv", b"question,answer\n1,2")])
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, name, content):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=name) as caught:
+        load_benchmark(tmp_path / name, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_that_are_no_rows_are_named_wherever_they_stand(tmp_path):
+    good = {"id": "1", "question": "q?", "answer": "STOP", "image": "a.png"}
+    path = write(tmp_path, "rows.jsonl", [[1], None, {"license": "x"}, good, {**good, "id": "2", "image": None}])
+    path.write_text(path.read_text() + "[" * 100_000 + '\n{"id": ' + "9" * 5000 + "}\n" + json.dumps({**good, "image": "\ud800"}))
+    name, problems, notes = load_benchmark(path, tmp_path)
+    assert name == "own rows" and [p.id for p in problems] == ["1", "2", "1#8"]
+    assert [note[:5] for note in notes["skipped_rows"]] == ["row 1", "row 2", "row 3", "row 6", "row 7"]
+    assert "no known format has the columns license" in notes["skipped_rows"][2]
+    assert notes["rows_without_media"] == ["row 5 (id 2)"]
+
+
+def test_cut_annotation_files_of_vstar_are_named(tmp_path):
+    for name, text in (("a", "{cut"), ("b", "[1]"), ("c", '{"question": "q?", "options": ["x", "y"]}'), ("d", "[" * 100_000)):
+        (tmp_path / "direct_attributes").mkdir(exist_ok=True)
+        (tmp_path / f"direct_attributes/{name}.json").write_text(text)
+    _, problems, notes = load_benchmark(tmp_path, tmp_path / "unpacked")
+    assert [p.id for p in problems] == ["direct_attributes/c.jpg"] and len(notes["skipped_rows"]) == 3
+
+
+def test_equal_ids_are_told_apart_and_equal_rows_count_once(tmp_path):
+    rows = [("x", "one"), ("x#3", "two"), ("x", "three"), ("x", "four"), ("x", "one")]
+    path = write(tmp_path, "rows.jsonl", [{"id": i, "question": "q?", "answer": a, "image": "a.png"} for i, a in rows], ["a.png"])
+    _, problems, notes = load_benchmark(path, tmp_path)
+    assert [p.answer for p in problems] == ["one", "two", "three", "four"] and len({p.id for p in problems}) == 4
+    assert notes["skipped_rows"] == ["row 5: ValueError: the same as an earlier row, id x"]

@@ -59,6 +59,8 @@ def test_rows_that_break_a_reader_are_skipped_and_named(folder):
     assert "".join(skipped).encode()                                             # can be printed anywhere
     whole, _ = load_problems(write(folder, [f"[{', '.join(rows[:2])}]"], "whole.json"))
     assert [p.id for p in whole] == ["good", "long"]
+    same, _ = load_problems(write(folder, [{**json.loads(good), "id": name} for name in ("x", "x#3", "x")], "same.jsonl"))
+    assert [p.id for p in same] == ["x", "x#3", "x#3#3"]
     with pytest.raises(UserError, match="no usable row of 1"):
         load_problems(write(folder, [deep], "deep.json"))
 

@@ -91,7 +91,11 @@ def test_a_sample_is_graded_by_the_functions_of_training_on_its_final_turn(case)
     ("plt.hist(np.array(im).ravel())", "numerical: histogram"), ("print(np.array(im).mean())", "numerical: analysis"),
     ("print(3 * 7)", "numerical: analysis"), ("frame_at(video_clue_0, 3).show()", "video: frame sampling"),
     ("Image.fromarray(video_clue_0[12].asnumpy()).show()", "video: frame sampling"),
-    ("print(open('x').read())", "long tail"), ("im.crop((", "invalid: no Python")])
+    ("print(open('x').read())", "long tail"), ("im.crop((", "invalid: no Python"),
+    ("for line in text.split('\\n'):\n    print(line)", "long tail"), ("label = circle = 'red'\nprint(label)", "long tail"),   # variables
+    ("print(np.array(im)[:, :, 0])", "long tail"), ("im.point(lambda p: p * 2).show()", "basic: enhance"),
+    ("plt.imshow(frames[3].asnumpy())", "video: frame sampling"), ("im.filter(ImageFilter.SHARPEN)", "basic: enhance"),
+    ("plt.imshow(image_clue_0)\nplt.axis('off')\nplt.show()", "no-op: shown again"), ("plt.imshow(255 - image_clue_0)", "long tail")])
 def test_a_call_gets_the_label_of_its_most_specific_operation(code, label):
     assert label_call(code) == label and label_call(code, no_op=True) == "no-op: shown again"
 
@@ -110,15 +114,25 @@ def server():
             if behaviour == "stall" or behaviour == "recovers" and asked.count(behaviour) == 1:
                 time.sleep(1.5 if behaviour == "stall" else 0)
                 return self.send_error(500)
+            if behaviour == "redirect":
+                self.send_response(302)
+                self.send_header("Location", "/elsewhere")
+                return self.end_headers()
             reply = {"right": "Same.\nVerdict: yes", "wrong": "No.\n**Verdict: no**", "recovers": "Verdict: yes",
                      "nonsense": "no idea", "unsure": "Verdict: yes or no"}.get(behaviour, "")
             body = json.dumps({"choices": [{"message": {"content": reply}}]}).encode()
-            body = {"error": b'{"error": "overloaded"}', "html": b"<html>"}.get(behaviour, body)
+            body = {"error": b'{"error": "overloaded"}', "html": b"<html>", "nested": b"[" * 100_000}.get(behaviour, body)
             self.send_response(200)
             self.end_headers()
             for i in range(0, len(body), 1 if behaviour == "drip" else len(body)):
                 self.wfile.write(body[i:i + 1] if behaviour == "drip" else body)
                 time.sleep(0.2 if behaviour == "drip" else 0)
+
+        def do_GET(self):                        # where a redirect leads, without the question
+            asked.append(self.headers.get("Authorization"))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"choices": [{"message": {"content": "Verdict: yes"}}]}')
 
         def log_message(self, *args):
             pass
@@ -141,6 +155,14 @@ def test_the_judge_answers_retries_and_never_turns_a_failure_into_a_verdict(serv
     assert Judge("http://127.0.0.1:9/v1", "j", tmp_path / "x", tries=1)([("right", "g", "a")]) == [None]  # nobody there
 
 
+def test_hostile_replies_of_a_judge_are_failures_with_their_reasons(server, tmp_path):
+    url, asked = server
+    judge = Judge(url, "j", tmp_path / "judge.txt", timeout_s=1, tries=1)
+    assert judge([("redirect", "g", "a"), ("nested", "g", "a"), ("nonsense", "g", "a")]) == [None] * 3
+    assert asked.count(None) == 1                # the key stays with the endpoint it is for
+    assert sorted(reason.split(":")[0] for reason in judge.failures) == ["RecursionError", "TimeoutError", "no clear verdict"]
+
+
 def test_only_what_rules_do_not_find_right_is_judged_and_failures_stay_ungraded(server, tmp_path):
     judge = Judge(server[0], "j", tmp_path / "judge.txt", tries=1)
     def row(question, kind, accuracy, answer="a"):
@@ -153,6 +175,9 @@ def test_only_what_rules_do_not_find_right_is_judged_and_failures_stay_ungraded(
         (1.0, "right"), (0.0, "wrong"), (None, "failed"), (0.0, None), (1.0, None), (0.0, None)]
     evaluation.ask(judge, "all", table[3:4])
     assert table[3]["accuracy"] == 1.0
+    near = [row("wrong", "number", 0.9)]
+    evaluation.ask(judge, "all", near)           # partial credit is the rule's to give
+    assert (near[0]["accuracy"], near[0]["judge"]) == (0.9, None)
 
 
 # --- the script -------------------------------------------------------------------------------------------------------
@@ -213,20 +238,39 @@ def test_an_evaluation_keeps_failing_media_in_and_resumes_without_sampling_again
     for more, message in [((), "holds a run already"), (("--resume", "--k", 3), "another k, 2")]:
         with pytest.raises(SystemExit, match=message):
             run(*flags, *more)
+    path = tmp_path / "test_questions.jsonl"
+    path.write_text(path.read_text().replace("color", "colour"))     # other questions under the same ids
+    with pytest.raises(SystemExit, match="another data_crc32"):
+        run(*flags, "--resume")
 
 
-def test_two_ranks_write_each_sample_once(tmp_path):
+def test_files_of_one_name_stay_apart_odd_text_is_printed_and_what_each_run_sampled_with_is_saved(tmp_path, run, capsys):
+    row = {"id": "1", "question": "q?", "answer": "red", "image": "gone.png", "source": "\udc00"}
+    for folder, n in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "rows.jsonl").write_text("".join(json.dumps({**row, "id": i, "source": f"\udc00{i}"}) + "\n" for i in range(n)))
+    run("--data", f"{tmp_path}/a/rows.jsonl,{tmp_path}/b/rows.jsonl", "--temperature", 0.3, "--out", tmp_path / "out")
+    summary, samples = read(tmp_path / "out")
+    assert (summary["n"], len(samples), len(summary["results"])) == (3, 3, 2) and len(summary["failed"]) == 3
+    assert [one["temperature"] for one in summary["settings"]["runs"].values()] == [0.3, 0.3]
+    assert "\\udc001" in capsys.readouterr().out
+
+
+def test_two_ranks_write_each_sample_once_and_name_a_bad_row(tmp_path):
+    path = questions(tmp_path, 5)
+    path.write_text(path.read_text() + "{cut\n")
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "eval.py",
-                           "--data", str(questions(tmp_path, 5)), "--k", "2", "--max_turns", "1", "--out",
+                           "--data", str(path), "--k", "2", "--max_turns", "1", "--out",
                            str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("1 skipped_rows") == 1
     summary, samples = read(tmp_path / "out")
     assert sorted((row["id"], row["sample"]) for row in samples) == [(str(i), s) for i in range(5) for s in (0, 1)]
     assert (summary["n"], [line[:2] for line in summary["failed"]]) == (5, ["4:"]) and not list((tmp_path / "out").glob("samples-*"))
 
 
 def test_the_generated_sets_are_evaluated_with_both_baselines_when_nothing_is_named(tmp_path, run):
-    run("--n", 2, "--out", tmp_path / "out")
+    run("--limit", 2, "--out", tmp_path / "out")
     assert set(read(tmp_path / "out")[0]["results"]) == {
         "image, agent", "image, direct", "video, agent", "video, direct", "video, uniform, 8 frames"}
 
