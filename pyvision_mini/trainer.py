@@ -33,7 +33,7 @@ from pyvision_mini import report
 from pyvision_mini.config import Config, UserError
 from pyvision_mini.data import ProblemStream
 from pyvision_mini.grpo import entropy_from_logits, group_advantages, logprobs, policy_loss
-from pyvision_mini.policy import Policy, load_policy, mrope_positions
+from pyvision_mini.policy import Policy, load_policy, mrope_positions, sampling_logits
 from pyvision_mini.reward import GRADER_FAILURES, score
 from pyvision_mini.rollout import choose_attention, describe, mix_seed, rollout
 from pyvision_mini.sandbox import SandboxPool
@@ -50,7 +50,6 @@ class MicroBatch:
     """Right-padded trajectories as the scorer takes them."""
 
     ids_BT: torch.Tensor
-    attention_BT: torch.Tensor       # 1 on real tokens
     pos_3BT: torch.Tensor            # M-RoPE positions
     action_BT: torch.Tensor          # bool: sampled tokens
     features_PD: torch.Tensor        # vision features of all images, rows in order
@@ -59,18 +58,18 @@ class MicroBatch:
 def collate(policy: Policy, trajs: list[Trajectory], features: torch.Tensor | None = None) -> MicroBatch:
     """Trajectories → tensors; `features` replaces the stored ones (the cold start trains the vision tower too)."""
     B, T = len(trajs), max(len(traj.ids) for traj in trajs)
-    ids, attention, action = (np.zeros((B, T), dtype=np.int64) for _ in range(3))
+    ids, action = (np.zeros((B, T), dtype=np.int64) for _ in range(2))
     pos = np.zeros((3, B, T), dtype=np.int64)
     for i, traj in enumerate(trajs):
         n = len(traj.ids)
-        ids[i, :n], attention[i, :n], action[i, :n] = traj.ids, 1, traj.action_mask
+        ids[i, :n], action[i, :n] = traj.ids, traj.action_mask
         pos[:, i, :n] = mrope_positions(traj.ids, traj.grids, policy.image_id)
     if features is None:
         stored = [f for traj in trajs for f in traj.features]
         width = policy.model.config.get_text_config().hidden_size
         features = torch.cat(stored) if stored else torch.zeros(0, width, device=policy.device)
-    ids, attention, action, pos = (torch.from_numpy(a).to(policy.device) for a in (ids, attention, action, pos))
-    return MicroBatch(ids, attention, pos, action.bool(), features)
+    ids, action, pos = (torch.from_numpy(a).to(policy.device) for a in (ids, action, pos))
+    return MicroBatch(ids, pos, action.bool(), features)
 
 
 class Scorer(nn.Module):
@@ -92,8 +91,8 @@ class Scorer(nn.Module):
         embeds = self.language_model.embed_tokens(batch.ids_BT)
         is_image = (batch.ids_BT == self.image_id)[..., None]
         embeds = embeds.masked_scatter(is_image, batch.features_PD.to(embeds.dtype))
-        hidden = self.language_model(inputs_embeds=embeds, attention_mask=batch.attention_BT,
-                                     position_ids=batch.pos_3BT, use_cache=False).last_hidden_state
+        # No attention mask: the padding is to the right, where causal attention does not look, and scores nothing.
+        hidden = self.language_model(inputs_embeds=embeds, position_ids=batch.pos_3BT, use_cache=False).last_hidden_state
         scored = batch.action_BT[:, 1:]
         hidden_ND, ids_N = hidden[:, :-1][scored], batch.ids_BT[:, 1:][scored]
         # The head runs chunk by chunk and again in the backward: no tensor of size tokens × vocabulary ever exists.
@@ -107,9 +106,10 @@ class Scorer(nn.Module):
         return logp_BT, entropy_BT
 
     def _head(self, hidden_ND: torch.Tensor, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_NV = self.lm_head(hidden_ND)
-        entropy_N = entropy_from_logits(logits_NV.detach(), self.temperature, self.suppressed)
-        return logprobs(logits_NV, ids_N, self.temperature, self.suppressed), entropy_N
+        logits_NV = sampling_logits(self.lm_head(hidden_ND), self.temperature, self.suppressed)
+        logp_N = logprobs(logits_NV, ids_N)
+        # Entropy last: the backward's recomputation stops before it, as no gradient needs it.
+        return logp_N, entropy_from_logits(logits_NV.detach())
 
 
 # --- the update -------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def _micro_step(scorer: Scorer, policy: Policy, pairs: list[tuple[Trajectory, fl
     sums = {key: float(value) for key, value in stats.items() if key != "gap"}
     sums["gap"] = float(((logp_BT.detach() - sampler_BT).abs() * batch.action_BT).sum())
     sums |= {"loss": float(loss.detach()), "entropy": float(entropy_BT.sum()), "columns": float(batch.ids_BT.numel()),
-             "padding": float((batch.attention_BT == 0).sum())}
+             "padding": float(batch.ids_BT.numel() - sum(len(traj.ids) for traj, _ in pairs))}
     return loss, sums
 
 
