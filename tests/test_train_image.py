@@ -87,15 +87,17 @@ def test_a_checkpoint_that_cannot_be_read_and_a_resume_on_other_data_say_so(whol
     assert f"{out}/checkpoints/step-000004: cannot be read" in refused(["--out", out, "--resume"], monkeypatch)
 
 
-@pytest.mark.parametrize("wait_s", [0.2, 2.0])
-def test_ctrl_c_before_the_first_step_leaves_no_traceback(wait_s, tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_in_the_middle_of_the_imports_leaves_no_traceback(tmp_path):
     started = subprocess.Popen(command("--out", tmp_path / "run"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    time.sleep(wait_s)
+    while "libtorch" not in Path(f"/proc/{started.pid}/maps").read_text():
+        time.sleep(0.02)
     started.send_signal(signal.SIGINT)
     _, errors = started.communicate(timeout=60)
-    assert started.returncode in (-signal.SIGINT, 128 + signal.SIGINT) and "Traceback" not in errors
+    assert started.returncode == -signal.SIGINT and "Traceback" not in errors
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_whose_launcher_was_killed_save_and_end(tmp_path):
     out = tmp_path / "run"
     with open(tmp_path / "printed", "w") as printed:
