@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict, replace
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from zlib import crc32
@@ -20,16 +21,16 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C before anything could 
 import torch
 from tqdm import tqdm
 
-from pyvision_mini import report, toy, trainer
+from pyvision_mini import page, report, toy, trainer
 from pyvision_mini.benchmarks import load_benchmark
 from pyvision_mini.config import Config, EvalConfig, UserError, cli, parse_config
 from pyvision_mini.judge import Judge
 from pyvision_mini.policy import load_policy
-from pyvision_mini.reward import GRADER_FAILURES, score
+from pyvision_mini.reward import GRADER_FAILURES, score, total_reward
 from pyvision_mini.rollout import choose_attention, mix_seed, rollout, with_uniform_frames
 from pyvision_mini.sandbox import SandboxPool
 from pyvision_mini.taxonomy import label_call
-from pyvision_mini.trajectory import Problem, Trajectory
+from pyvision_mini.trajectory import Group, Problem, Trajectory
 
 
 def problems(cfg: Config, flags: EvalConfig, out: Path) -> dict[str, tuple[list[Problem], dict]]:
@@ -80,11 +81,19 @@ def ask(judge: Judge | None, which: str, rows: list[dict]) -> None:
         row["accuracy"] = None if verdict is None else float(verdict)
 
 
+def show(groups: list[Group], rows: list[dict], cfg: Config, where: tuple[str, str], shown: Counter[bool], file: Path, world: int) -> None:
+    """Put groups on the page until it has enough of them, with the judge's verdict where there is one."""
+    for traj, row in zip((traj for group in groups for traj in group.trajectories), rows):
+        traj.correct = nan if row["accuracy"] is None else row["accuracy"]
+        traj.reward = total_reward(traj.correct, traj.n_tool_calls, cfg.tool_bonus)
+    page.append(file, [page.group_row(group, cfg, ", ".join(where)) for group in groups if page.is_sampled(group, shown, world)])
+
+
 def evaluate(where: tuple[str, str], todo: list[Problem], run: tuple[Config, int], flags: EvalConfig, policy, pool: SandboxPool,
              judge: Judge | None, out: Path, ranks: trainer.Ranks, stop: trainer.StopSignal) -> None:
     """Sample and grade this rank's problems of one setting, and append them batch by batch."""
     (cfg, n_frames), mine, accuracies = run, todo[ranks.rank::ranks.world], []
-    file = out / ("samples.jsonl" if ranks.rank == 0 else f"samples-{ranks.rank}.jsonl")
+    file, shown = out / ("samples.jsonl" if ranks.rank == 0 else f"samples-{ranks.rank}.jsonl"), Counter()
     with file.open("a", buffering=1) as log, tqdm(total=len(mine) * flags.k, desc=" ".join(where), disable=ranks.rank > 0) as bar:
         def tick(kind: str, n: float) -> None:
             stop.check()
@@ -99,6 +108,7 @@ def evaluate(where: tuple[str, str], todo: list[Problem], run: tuple[Config, int
             rows = [sample_row(where, i, traj, cfg) for group in groups for i, traj in enumerate(group.trajectories)]
             ask(judge, flags.judge, rows)
             log.write("".join(json.dumps(row) + "\n" for row in rows))
+            show(groups, rows, cfg, where, shown, out / file.name.replace("samples", "trajectories"), ranks.world)
             accuracies += [row["accuracy"] for row in rows if row["accuracy"] is not None]
             bar.set_postfix_str(f"accuracy {fmean(accuracies or [0]):.3f}")
 
@@ -121,7 +131,7 @@ def main() -> None:
     done = ranks.all_gather(ranks.rank == 0 and {(row["data"], row["setting"], row["id"]) for row in kept})[0]
     policy = load_policy(cfg.model or None, ranks.device, torch.float32 if ranks.device.type == "cpu" else torch.bfloat16)
     say = print if ranks.rank == 0 else lambda *_, **__: None
-    say(f"policy: {cfg.model or 'embedded'}; attention: {choose_attention(policy)}; output: {out}")
+    say(f"policy: {cfg.model or 'embedded'}; attention: {choose_attention(policy)}; output: {out}, with trajectories.html to look at")
     say("settings:", *(f"{key}={settings[key]}" for key in ("k", "limit", "judge", "judge_model", "seed")))
     judge = Judge(flags.judge_url, flags.judge_model, out / "judge.txt") if flags.judge != "none" else None
     try:
@@ -138,6 +148,7 @@ def main() -> None:
         failures = sum(ranks.all_gather(judge.failures if judge else Counter()), Counter())
         if ranks.rank == 0:
             notes = {name: lines for name, (_, lines) in data.items()}
+            page.write(out)
             report.write_results(report.merge_samples(out), settings, notes, failures, out, started)
     except trainer.Stopped:
         print(f"stopped; go on with --resume --out {out}")

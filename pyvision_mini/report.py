@@ -20,6 +20,7 @@ from statistics import fmean, stdev
 import torch
 from tqdm import tqdm
 
+from pyvision_mini import page
 from pyvision_mini.config import Config, UserError, explicit, save_config
 from pyvision_mini.selection import Selection
 from pyvision_mini.trajectory import Trajectory
@@ -154,6 +155,7 @@ class Reporter:
             self.summary |= json.loads((out / "summary.json").read_text())
         kept = [row for row in read_metrics(self.metrics_path) if row["step"] <= done]
         self.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        page.merge(out, done if cfg.resume else -1)
         if kept:                                 # a resumed run's clock goes on
             self.started -= kept[-1]["elapsed"]
 
@@ -176,7 +178,7 @@ class Reporter:
         self.line(f"problems: {n_train} to train on, {n_held_out} held out")
         self.line(f"sandbox: {', '.join(pool.layers)}")
         self.line("settings: " + (", ".join(f"{k}={v}" for k, v in explicit(self.cfg).items()) or "all default"))
-        self.line(f"output: {self.out}")
+        self.line(f"output: {self.out}, with trajectories.html to look at")
 
     def name_failures(self, failures: Iterable[str]) -> None:
         """A line for each that had none yet: problems that cannot be shown, sandboxes that failed."""
@@ -215,9 +217,16 @@ class Reporter:
                   f"upd {m['seconds_update']:.1f}s{'' if m['groups_kept'] else ' | skipped: no informative group'}"
                   f"{' | skipped: gradient not finite' if m['skipped_updates'] else ''}")
 
+    def show(self, rows: Iterable[list[dict]]) -> None:
+        """All ranks' rows for the page, which is written with the curves."""
+        if self.first:
+            page.append(self.out / "trajectories.jsonl", [row for part in rows for row in part])
+
     def finish(self, steps: int, baselines: dict[str, dict]) -> None:
         """The last lines: a table against the baselines, if there are any, and what changed."""
         before, after = self.summary["before"], self.summary["after"]
+        if self.first:
+            page.write(self.out)
         if baselines:
             self.summary["baselines"] = baselines
             self.line(f"{'':24} accuracy   visual tokens")
@@ -234,6 +243,8 @@ class Reporter:
             (self.out / "summary.json").write_text(json.dumps(self.summary, indent=1) + "\n")
 
     def curves(self) -> None:
+        if self.first:
+            page.write(self.out)
         if self.first and (rows := read_metrics(self.metrics_path)):
             draw_curves(rows, self.summary["evaluations"], self.out / "curves.png", self.name)
 

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from pyvision_mini import report
+from pyvision_mini import page, report
 from pyvision_mini.config import Config, UserError
 from pyvision_mini.data import ProblemStream
 from pyvision_mini.grpo import entropy_from_logits, group_advantages, logprobs, policy_loss
@@ -339,13 +339,17 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def evaluate(policy: Policy, problems: list[Problem], cfg: Config, pool: SandboxPool, rank: int,
-             tick: Callable[[str, float], None]) -> list[dict]:
-    """One trajectory per problem at the evaluation temperature, the same draws each time → rows for the report."""
+             tick: Callable[[str, float], None], show: Callable[[list[Group]], None] = lambda groups: None) -> list[dict]:
+    """One trajectory per problem at the evaluation temperature, the same draws each time → rows for the report.
+
+    `show` gets the graded groups.
+    """
     cfg = replace(cfg, temperature=cfg.eval_temperature)
     groups = rollout(policy, problems, cfg, pool, seed=mix_seed(cfg.seed, rank), n_samples=1, tick=tick)
     trajs = [traj for group in groups for traj in group.trajectories]
     for traj in trajs:
         score(traj, cfg)
+    show(groups)
     return [report.trajectory_row(traj) for traj in trajs]
 
 
@@ -434,8 +438,8 @@ class Run:
         step, last = self.position["step"], self.position["step"] == self.cfg.steps
         due = step == 0 or last or self.cfg.eval_every and step % self.cfg.eval_every == 0
         if self.held_out and due and self.position["evaluated"] != step:    # a stopped one is made up for on --resume
-            result = self._evaluate(self.cfg, self._mine())
-            self.reporter.evaluated("before" if step == 0 else "after" if last else "during", result)
+            when = "before" if step == 0 else "after" if last else "during"
+            self.reporter.evaluated(when, self._evaluate(self.cfg, self._mine(), when))
             self.position["evaluated"] = step
 
     def step(self) -> None:
@@ -456,12 +460,14 @@ class Run:
         seconds = {"sample": sampled - began, "update": updated - sampled, "sync": time.perf_counter() - updated,
                    "generate": bars.total["generate"], "sandbox": bars.total["sandbox"]}
         mine = ([report.trajectory_row(traj) for g in selection.sampled for traj in g.trajectories],
-                report.selection_row(selection), sum(GRADER_FAILURES.values()))
-        parts, groups, failures = zip(*self.ranks.all_gather(mine))
+                report.selection_row(selection), sum(GRADER_FAILURES.values()),
+                page.step_rows(selection, self.cfg, step, self.ranks.rank, self.ranks.world))
+        parts, groups, failures, shown = zip(*self.ranks.all_gather(mine))
         rows = [row for part in parts for row in part]
         skipped = [f"{name}: {why}" for name, why in self.stream.skipped.items()]
         self.reporter.step(step, rows, groups, result, seconds,
                            {"skipped_rows": len(skipped), "grader_failures": sum(failures)})
+        self.reporter.show(shown)
         self.reporter.name_failures([*skipped, *(row["failure"] for row in rows)])
         if step == 1:
             report.refuse_hopeless(rows, self.cfg)
@@ -492,14 +498,21 @@ class Run:
     def _mine(self) -> list[Problem]:
         return self.held_out[self.ranks.rank::self.ranks.world]
 
-    def _evaluate(self, cfg: Config, problems: list[Problem]) -> dict[str, float]:
+    def _evaluate(self, cfg: Config, problems: list[Problem], when: str = "") -> dict[str, float]:
+        shown: list[dict] = []
+
+        def show(groups: list[Group]) -> None:
+            shown.extend(page.held_out_rows(groups, cfg, when, self.position["step"], self.ranks.rank, self.ranks.world))
+
         with self.reporter.progress("evaluate", self.stop.check) as bars:
             bars.expect(len(problems))
             try:
-                rows = evaluate(self.learner.policy, problems, cfg, self.pool, self.ranks.rank, bars.tick)
+                rows = evaluate(self.learner.policy, problems, cfg, self.pool, self.ranks.rank, bars.tick, show)
             except Stopped:
                 rows = []
-            rows = [row for part in self._gather(rows) for row in part]
+            parts, pages = zip(*self._gather((rows, shown)))
+            rows = [row for part in parts for row in part]
+        self.reporter.show(pages)
         self.reporter.name_failures(row["failure"] for row in rows)
         report.refuse_hopeless(rows, cfg)
         return report.evaluation(rows)
