@@ -34,12 +34,12 @@ import transformers  # noqa: E402
 import trl  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from PIL import Image  # noqa: E402
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor  # noqa: E402
+from transformers import Cache, GenerationConfig, LogitsProcessor  # noqa: E402
 
 from pyvision_mini.config import Config  # noqa: E402
 from pyvision_mini.policy import Policy, fit_image, load_policy  # noqa: E402
 from pyvision_mini.prompts import IM_END, TEMPLATES, observation_segments, prompt_segments  # noqa: E402
-from pyvision_mini.rollout import rollout  # noqa: E402
+from pyvision_mini.rollout import _Layer, rollout  # noqa: E402
 from pyvision_mini.sandbox import SandboxPool  # noqa: E402
 from pyvision_mini.trajectory import Group, Problem, ToolResult  # noqa: E402
 
@@ -247,9 +247,13 @@ class Trainer(trl.GRPOTrainer):
 
 
 def recorded(policy: Policy, run: Callable) -> tuple[list[list[int]], list[tuple]]:
-    """One run → its rows, and what its model and its vision tower were called with."""
+    """One run → its rows, and what its model and its vision tower were called with, the columns cached before included."""
     calls: list[tuple] = []
-    hooks = [module.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
+
+    def note(module, args, kwargs) -> None:
+        calls.append((module, args, kwargs, kwargs["cache"].get_seq_length() if kwargs.get("cache") else 0))
+
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True)
              for module in (policy.model.model, policy.model.model.visual)]
     rows = run()
     for hook in hooks:
@@ -265,15 +269,17 @@ def columns(call: tuple) -> tuple[int, int]:
 @torch.no_grad()
 def floor(episodes: Episodes, calls: list[tuple]) -> dict[str, float]:
     """The forward passes of ours once more, with nothing around them → seconds of vision, prefill, decode."""
-    model, cache = episodes.policy.model.eval(), DynamicCache(config=episodes.policy.model.config.get_text_config())
-    seconds, prompts = {"vision": 0.0, "prefill": 0.0, "decode": 0.0}, None
-    for module, args, kwargs in calls:
+    model = episodes.policy.model.eval()
+    cache = Cache([_Layer() for _ in model.model.language_model.layers])
+    seconds, B = {"vision": 0.0, "prefill": 0.0, "decode": 0.0}, 0
+    for module, args, kwargs, T in calls:
         n_rows, n_new = columns((module, args, kwargs))
+        if T and (n_rows, T) != (B, cache.get_seq_length()):     # the group's copies of a prompt; a new turn, without holes
+            for layer in cache.layers:
+                layer.pick(torch.arange(n_rows) * B // n_rows, torch.arange(T).expand(n_rows, -1))
+        B = n_rows or B
         started = time.perf_counter()
         if n_new:
-            if prompts and n_rows > prompts:
-                cache.batch_repeat_interleave(n_rows // prompts)
-            prompts = n_rows
             model.lm_head(module(**kwargs | {"cache": cache}).last_hidden_state[:, -1:])
         else:
             module(*args, **kwargs)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from PIL import Image
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import Cache, DynamicLayer, GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import is_flash_attn_2_available
 
@@ -45,8 +45,20 @@ class _Row:
     originals: list[Image.Image]             # full resolution, for the runtime
     given: set[bytes]                        # digests of the prompt's images as the model sees them
     session: SandboxSession | None = None
-    pending: list[int] = field(default_factory=list)         # observation ids not in the history yet
-    pending_images: list[SeenImage] = field(default_factory=list)
+    pos_3L: np.ndarray = field(default_factory=lambda: np.zeros((3, 0), dtype=np.int64))    # M-RoPE positions
+    n_new: int = 1                           # its last tokens that are not in the cache
+
+    def extend(self, policy: Policy, ids: list[int], images: list[SeenImage] = (), logps: list[float] | None = None) -> None:
+        """Append sampled tokens (with their log-probs) or observed ones (with their images) and their positions."""
+        traj = self.traj
+        traj.extend(ids, trained=logps is not None, logps=logps)
+        traj.images += [image.image for image in images]
+        traj.grids += [image.grid for image in images]
+        traj.features += [image.features for image in images]
+        traj.n_image_tokens += ids.count(policy.image_id)
+        start = self.pos_3L.max() + 1 if self.pos_3L.size else 0
+        pos_3N = mrope_positions(ids, [image.grid for image in images], policy.image_id) + start
+        self.pos_3L = np.concatenate([self.pos_3L, pos_3N], axis=1)
 
     def end(self, reason: EndReason) -> None:
         self.traj.end = reason
@@ -175,22 +187,14 @@ def _open_rows(policy: Policy, batch: list[Group], cfg: Config, pool: SandboxPoo
                 originals, images, ids, why = [], [], [], str(error)
             prompts[id(group)] = originals, images, ids, why
         originals, images, ids, why = prompts[id(group)]
-        traj = Trajectory(group.problem, n_prompt=len(ids), failure=why)
-        _extend_observed(policy, traj, ids, images)
-        rows.append(_Row(traj, originals, {image.digest for image in images}))
+        rows.append(_Row(Trajectory(group.problem, n_prompt=len(ids), failure=why), originals,
+                         {image.digest for image in images}))
+        rows[-1].extend(policy, ids, images)
         if not ids:
             rows[-1].end(EndReason.TOOL_FAILURE)
         elif len(ids) > cfg.max_prompt_tokens or len(images) > cfg.max_images:
             rows[-1].end(EndReason.PROMPT_TOO_LONG)
     return rows
-
-
-def _extend_observed(policy: Policy, traj: Trajectory, ids: list[int], images: list[SeenImage]) -> None:
-    traj.extend(ids, trained=False)
-    traj.images += [image.image for image in images]
-    traj.grids += [image.grid for image in images]
-    traj.features += [image.features for image in images]
-    traj.n_image_tokens += ids.count(policy.image_id)
 
 
 def _run_batch(policy: Policy, rows: list[_Row], cfg: Config, pool: SandboxPool, seen: dict[bytes, SeenImage],
@@ -202,7 +206,7 @@ def _run_batch(policy: Policy, rows: list[_Row], cfg: Config, pool: SandboxPool,
     for turn in range(cfg.max_turns + 1):
         started = time.perf_counter()
         limits = [min(cfg.max_turn_tokens, cfg.max_response_tokens - len(r.traj.ids) + r.traj.n_prompt) for r in rows]
-        sampled = history.generate(limits, cfg.temperature, tick)
+        sampled = history.generate(rows, limits, cfg.temperature, tick)
         seconds = time.perf_counter() - started
         tick("generate", seconds)
         n_live = len(rows)
@@ -213,18 +217,16 @@ def _run_batch(policy: Policy, rows: list[_Row], cfg: Config, pool: SandboxPool,
                 tick("calls", 1)
         tick("sandbox", time.perf_counter() - started - seconds)
         _observe(policy, calls, cfg, seen)
-        keep = [i for i, row in enumerate(rows) if row.traj.end is None]
-        rows = [rows[i] for i in keep]
+        rows = [row for row in rows if row.traj.end is None]
         tick("trajectories", n_live - len(rows))
         if not rows:
             return
-        history.advance(keep, rows)
 
 
 def _act(policy: Policy, row: _Row, ids: list[int], logps: list[float], stopped: bool, seconds: float,
          last: bool) -> bool:
     """Append the sampled turn and say whether its code is to be run; any other turn ends the trajectory."""
-    row.traj.extend(ids, trained=True, logps=logps)
+    row.extend(policy, ids, logps=logps)
     text = policy.decode(ids)
     action = parse_action(text)
     row.traj.turns.append(Turn(text, action.kind, action.content, n_tokens=len(ids), seconds=seconds))
@@ -271,92 +273,97 @@ def _observe(policy: Policy, rows: list[_Row], cfg: Config, seen: dict[bytes, Se
         elif n_response >= cfg.max_response_tokens or len(traj.images) + len(images) > cfg.max_images:
             row.end(EndReason.TOO_LONG)
         else:
-            row.pending, row.pending_images, turn.n_observation_tokens = ids, images, len(ids)
-            _extend_observed(policy, traj, ids, images)
+            row.extend(policy, ids, images)
+            row.n_new = 1 + len(ids)             # the last sampled token never went through the model
+            turn.n_observation_tokens = len(ids)
+
+
+class _Layer(DynamicLayer):
+    """Keys and values [B, heads, T, D] with room to grow: DynamicLayer copies all of them for every token sampled."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._hold(key_states[:, :, :0], value_states[:, :, :0])
+        n, total = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+        if total > self.room.shape[3]:
+            self._hold(self.keys, self.values, total)
+        self.room[0, :, :, n:total], self.room[1, :, :, n:total] = key_states, value_states
+        self.keys, self.values = self.room[:, :, :, :total]
+        return self.keys, self.values
+
+    def _hold(self, keys: torch.Tensor, values: torch.Tensor, total: int = 0) -> None:
+        B, heads, n, D = keys.shape
+        self.room = keys.new_empty(2, B, heads, max(n, total) * 9 // 8 + 64, D)
+        self.room[0, :, :, :n], self.room[1, :, :, :n] = keys, values
+        self.keys, self.values = self.room[:, :, :, :n]
+
+    def pick(self, rows_B: torch.Tensor, columns_BT: torch.Tensor) -> None:
+        """Keep these rows, and of each its own columns."""
+        self._hold(*(old[rows_B[:, None], :, columns_BT].transpose(1, 2) for old in (self.keys, self.values)))
 
 
 class _History:
-    """The rows as generate sees them: padded columns, their mask, their positions, and the cache of all but the tail."""
+    """The rows as generate sees them: tokens to the right, no holes, and a cache of all columns but the newest."""
 
     def __init__(self, policy: Policy, rows: list[_Row]):
-        """Prefill each distinct prompt once, all but its last token, and give every row its copy of the cache."""
-        self.policy, self.rows = policy, rows
-        first = {id(row.traj.problem): i for i, row in reversed(list(enumerate(rows)))}
-        distinct = sorted(first.values())
-        prompts = [rows[i].traj for i in distinct]
-        ids_BT, mask_BT, pos_3BT = self._padded([traj.ids for traj in prompts], [traj.grids for traj in prompts],
-                                                [0] * len(prompts))
-        self.cache = DynamicCache(config=policy.model.config.get_text_config())
-        features = [f for traj in prompts for f in traj.features]
-        policy.model.model(input_ids=ids_BT[:, :-1], attention_mask=mask_BT[:, :-1],
-                           position_ids=_with_text_row(mask_BT, pos_3BT)[..., :-1], cache=self.cache, use_cache=True,
-                           **_vision(features))
-        order = torch.tensor([distinct.index(first[id(row.traj.problem)]) for row in rows], device=policy.device)
-        self.cache.batch_select_indices(order)
-        self.ids_BT, self.mask_BT, self.pos_3BT = ids_BT[order], mask_BT[order], pos_3BT[:, order]
+        """Prefill each distinct prompt once, all but its last token."""
+        self.policy = policy
+        self.cache = Cache([_Layer() for _ in policy.model.model.language_model.layers])
+        prompts = list({id(row.traj.problem): row for row in rows}.values())
+        starts = self._starts(prompts)
+        index = {id(row.traj.problem): i for i, row in enumerate(prompts)}
+        # Where a row stands: its row in the cache, and the column of its first token.
+        self.places = {id(row): (i := index[id(row.traj.problem)], starts[i]) for row in rows}
+        ids_BT, mask_BT, pos_4BT, vision = self._columns(prompts, max(len(row.traj.ids) for row in prompts))
+        policy.model.model(input_ids=ids_BT[:, :-1], attention_mask=mask_BT[:, :-1], position_ids=pos_4BT[..., :-1],
+                           cache=self.cache, use_cache=True, **vision)
 
-    def _padded(self, ids: list[list[int]], grids: list[list], starts: list[int]) -> tuple[torch.Tensor, ...]:
-        """Left-padded ids, mask and M-RoPE positions of the pieces; piece i begins at position starts[i]."""
-        width = max(map(len, ids))
-        ids_BT = np.full((len(ids), width), self.policy.stop_ids[1], dtype=np.int64)
-        mask_BT, pos_3BT = np.zeros((len(ids), width), dtype=np.int64), np.zeros((3, len(ids), width), dtype=np.int64)
-        for i, piece in enumerate(ids):
-            if piece:
-                ids_BT[i, -len(piece):], mask_BT[i, -len(piece):] = piece, 1
-                pos_3BT[:, i, -len(piece):] = mrope_positions(piece, grids[i], self.policy.image_id) + starts[i]
-        return tuple(torch.from_numpy(a).to(self.policy.device) for a in (ids_BT, mask_BT, pos_3BT))
+    @staticmethod
+    def _starts(rows: list[_Row]) -> list[int]:
+        lengths = [len(row.traj.ids) for row in rows]
+        return [max(lengths) - n for n in lengths]
 
-    def generate(self, limits: list[int], temperature: float,
+    def _columns(self, rows: list[_Row], n_new: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict]:
+        """The last n_new columns of the rows: ids_BN, mask_BT of all columns, positions_4BN, and the images in them.
+
+        Positions are as transformers expects explicit ones: of the text, then time, height, width.
+        """
+        T = max(len(row.traj.ids) for row in rows)
+        mask_BT, pos_4BN = np.zeros((len(rows), T), dtype=np.int64), np.zeros((4, len(rows), n_new), dtype=np.int64)
+        ids_BN, features = np.full((len(rows), n_new), self.policy.stop_ids[1], dtype=np.int64), []
+        for i, row in enumerate(rows):
+            L, n = len(row.traj.ids), min(n_new, len(row.traj.ids))
+            mask_BT[i, T - L:], ids_BN[i, n_new - n:] = 1, row.traj.ids[L - n:]
+            pos_4BN[0, i, n_new - n:], pos_4BN[1:, i, n_new - n:] = np.arange(L - n, L), row.pos_3L[:, L - n:]
+            if n_pads := int((ids_BN[i] == self.policy.image_id).sum()):
+                features.append(torch.cat(row.traj.features)[-n_pads:])
+        # Features instead of pixels: the tower ran once per distinct image, in policy.see.
+        vision = {"mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=tuple(features))}}
+        return *(torch.from_numpy(a).to(self.policy.device) for a in (ids_BN, mask_BT, pos_4BN)), vision if features else {}
+
+    def generate(self, rows: list[_Row], limits: list[int], temperature: float,
                  tick: Callable[[str, float], None]) -> list[tuple[list[int], list[float], bool]]:
         """Sample one turn of every row → (ids, log-probs, whether it ended in a stop), the stop token included."""
-        policy, width = self.policy, self.ids_BT.shape[1]
+        policy, starts, n_new = self.policy, self._starts(rows), max(row.n_new for row in rows)
+        ids_BN, mask_BT, pos_4BN, vision = self._columns(rows, n_new)
+        # The rows move so that their newest columns line up; a row with fewer new ones computes some again.
+        rows_B, shift_B = torch.tensor([(self.places[id(row)][0], self.places[id(row)][1] - start)
+                                        for row, start in zip(rows, starts)], device=policy.device).T
+        columns_BT = torch.arange(mask_BT.shape[1] - n_new, device=policy.device) + shift_B[:, None]
+        for layer in self.cache.layers:
+            layer.pick(rows_B, columns_BT.clamp(min=0))
+        self.places = {id(row): place for row, place in zip(rows, enumerate(starts))}
         limits_B = torch.tensor(limits, device=policy.device)
-        stop = _TurnStop(policy, width, limits_B, tick)
+        stop = _TurnStop(policy, n_new, limits_B, tick)
         recorder = _Recorder(policy.suppressed, temperature)
-        features = [image.features for row in self.rows for image in row.pending_images]
-        out = policy.model.generate(
-            input_ids=self.ids_BT, attention_mask=self.mask_BT, position_ids=_with_text_row(self.mask_BT, self.pos_3BT),
-            cache=self.cache, max_new_tokens=max(limits), logits_processor=[recorder], stopping_criteria=[stop],
-            **_vision(features))
-        new_BN = out.sequences[:, width:]
-        logp_BN = recorder.finish(new_BN)
+        out = policy.model.generate(input_ids=ids_BN, attention_mask=mask_BT, position_ids=pos_4BN, cache=self.cache,
+                                    max_new_tokens=max(limits), logits_processor=[recorder], stopping_criteria=[stop],
+                                    **vision)
+        new_BN = out.sequences[:, n_new:]
         n_B = torch.minimum(stop.length(new_BN), limits_B).tolist()
-        # What pads a row that stopped early stays in the cache: a hole, hidden by the mask.
-        alive_BN = torch.arange(new_BN.shape[1], device=policy.device) < torch.tensor(n_B, device=policy.device)[:, None]
-        next_B = self.pos_3BT[:, :, -1].amax(0) + 1      # every row's history ends in text, in the last column
-        pos_BN = next_B[:, None] + torch.arange(new_BN.shape[1], device=policy.device)
-        self.next_B = (next_B + torch.tensor(n_B, device=policy.device)).tolist()
-        self.ids_BT = out.sequences
-        self.mask_BT = torch.cat([self.mask_BT, alive_BN.long()], dim=1)
-        self.pos_3BT = torch.cat([self.pos_3BT, pos_BN.expand(3, -1, -1)], dim=2)
-        stopped = stop.stopped.tolist()
-        return [(ids[:n], logps[:n], s)
-                for ids, logps, n, s in zip(new_BN.tolist(), logp_BN.tolist(), n_B, stopped)]
-
-    def advance(self, keep: list[int], rows: list[_Row]) -> None:
-        """Drop the rows that ended and append the observations, left-padded against what the cache holds."""
-        index = torch.tensor(keep, device=self.policy.device)
-        if len(keep) < len(self.rows):
-            self.cache.batch_select_indices(index)
-        ids_BT, mask_BT, pos_3BT = self._padded(
-            [row.pending for row in rows], [[image.grid for image in row.pending_images] for row in rows],
-            [self.next_B[i] for i in keep])
-        self.rows = rows
-        self.ids_BT = torch.cat([self.ids_BT[index], ids_BT], dim=1)
-        self.mask_BT = torch.cat([self.mask_BT[index], mask_BT], dim=1)
-        self.pos_3BT = torch.cat([self.pos_3BT[:, index], pos_3BT], dim=2)
-
-
-def _with_text_row(mask_BT: torch.Tensor, pos_3BT: torch.Tensor) -> torch.Tensor:
-    """[4, B, T] as transformers expects explicit positions: the text positions, then time, height, width."""
-    return torch.cat([(mask_BT.cumsum(-1) - 1).clamp(min=0)[None], pos_3BT])
-
-
-def _vision(features: list[torch.Tensor]) -> dict:
-    """Keyword that hands the model features instead of pixels: the tower ran once per distinct image, in policy.see."""
-    if not features:
-        return {}
-    return {"mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=tuple(features))}}
+        return [(ids[:n], logps[:n], s) for ids, logps, n, s in
+                zip(new_BN.tolist(), recorder.finish(new_BN).tolist(), n_B, stop.stopped.tolist())]
 
 
 class _Recorder(LogitsProcessor):
@@ -424,19 +431,19 @@ def choose_attention(policy: Policy) -> str:
 
 @torch.no_grad()
 def attention_gap(policy: Policy, implementation: str) -> float:
-    """Mean log-prob difference to sdpa over two ragged rows with a hole in the cache, as a second turn has them."""
+    """Mean log-prob difference to sdpa over two rows of different lengths whose second part is computed over a cache."""
     ids_BT = torch.arange(24, device=policy.device).expand(2, -1) + 1
     mask_BT = torch.ones_like(ids_BT)
-    mask_BT[0, :5] = mask_BT[1, 9:14] = 0
-    pos_3BT = (mask_BT.cumsum(-1) - 1).clamp(min=0).expand(3, -1, -1)
+    mask_BT[0, :5] = 0
+    pos_4BT = (mask_BT.cumsum(-1) - 1).clamp(min=0).expand(4, -1, -1)
     found = []
     try:
         for name in ("sdpa", implementation):
             policy.model.set_attn_implementation(name)
-            cache = DynamicCache(config=policy.model.config.get_text_config())
+            cache = Cache([_Layer() for _ in policy.model.model.language_model.layers])
             for columns in (slice(0, 16), slice(16, 24)):
                 logits = policy.model(input_ids=ids_BT[:, columns], attention_mask=mask_BT[:, :columns.stop], cache=cache,
-                                      position_ids=_with_text_row(mask_BT, pos_3BT)[..., columns], use_cache=True).logits
+                                      position_ids=pos_4BT[..., columns], use_cache=True).logits
             found.append(logits.float().log_softmax(-1))
     finally:
         policy.model.set_attn_implementation("sdpa")

@@ -51,10 +51,10 @@ def play(policy, pool, monkeypatch):
             row.script = next(scripts[row.traj.problem.id])
         return rows
 
-    def generate_forced(history, *args):
-        turns = [row.script[len(row.traj.turns)] for row in history.rows]
+    def generate_forced(history, rows, *args):
+        turns = [row.script[len(row.traj.turns)] for row in rows]
         forced[:] = [policy.encode([t] if "</code>" in t else [t, IM_END]) if isinstance(t, str) else t for t in turns]
-        return generate(history, *args)
+        return generate(history, rows, *args)
 
     class Forced(module._Recorder):
         def __init__(self, *args):
@@ -154,7 +154,7 @@ def test_a_row_has_the_same_log_probs_in_a_batch_and_alone(play):
         assert a.logps == pytest.approx(b.logps, abs=1e-4, nan_ok=True)
 
 
-def test_attention_implementations_agree_over_a_cache_with_holes(policy):
+def test_attention_implementations_agree_over_a_cache(policy):
     assert module.attention_gap(policy, "eager") < 1e-5 and policy.model.config._attn_implementation == "sdpa"
 
 
