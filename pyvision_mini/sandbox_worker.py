@@ -26,6 +26,8 @@ sys.path.pop(0)
 REQUEST, REPLY, SIZE = map(struct.Struct, SETTINGS["frames"])
 BUILTINS = dict(builtins.__dict__)
 CallTimeout = type("TimeoutError", (BaseException,), {"__module__": "builtins"})    # `except Exception` does not catch it
+
+
 def frame_times(video) -> np.ndarray:
     """When each frame of a decord reader starts, in seconds: from its time stamps, as the frame rate may vary."""
     return video.get_frame_timestamp(range(len(video)))[:, 0]
@@ -35,6 +37,9 @@ def frame_at(video, second: float) -> Image.Image:
     """The frame that is on screen at that second."""
     index = int(np.searchsorted(frame_times(video), second + 1e-6, side="right")) - 1
     return Image.fromarray(video[max(index, 0)].asnumpy())
+
+
+TOOLS = {"frame_at": frame_at, "frame_times": frame_times}    # what code finds beside np, plt, Image and its media
 
 
 class Output(io.StringIO):
@@ -67,8 +72,7 @@ class Session:
         os.chdir(spec["scratch"])
         random.seed(0)                                                 # so that a run repeats exactly; fork has reseeded it
         self.memory = resource.getrlimit(resource.RLIMIT_AS)
-        self.namespace = {"__name__": "__main__", "np": np, "plt": plt, "Image": Image,
-                          "frame_at": frame_at, "frame_times": frame_times}
+        self.namespace = {"__name__": "__main__", "np": np, "plt": plt, "Image": Image, **TOOLS}
 
     def show_image(self, image: Image.Image) -> None:
         """Give an image to the model: it leaves with the reply, and is the next image_clue_k here."""
