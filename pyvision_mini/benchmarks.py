@@ -1,7 +1,7 @@
 """Published benchmark and training files → Problems: a table of readers, chosen by the columns of the first row.
 
 Promises: a row whose media are missing stays in, fails at the rollout and counts as wrong; one without a question or an
-answer is skipped and named, one whose gold is not graded right against itself named. docs/eval.md: the formats' sources.
+answer is skipped and named, one whose gold is not graded right against itself named. docs/eval.md: the sources.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def _options(text: str) -> list[str]:
 
 def _tagged(text: object) -> str:
     """The last thing inside <answer> or <CONCLUSION>, or the whole text."""
-    return ([str(text)] + [b for _, b in re.findall(r"<(answer|CONCLUSION)>(.*?)</\1>", str(text), re.DOTALL)])[-1].strip()
+    tagged = [body for _, body in re.findall(r"<(answer|CONCLUSION)>(.*?)</\1>", str(text), re.DOTALL)]
+    return [str(text), *tagged][-1].strip()
 
 
 def _is(column: str, **kinds: str) -> Callable[[dict], str | None]:
@@ -94,8 +95,8 @@ def _vsi(row: dict) -> dict:
 
 
 READERS = [
-    Reader("V* (test_questions.jsonl)", "text,label,category,image", "text", "label", "question_id", category="category",
-           more=_vstar_text),
+    Reader("V* (test_questions.jsonl)", "text,label,category,image", "text", "label", "question_id",
+           category="category", more=_vstar_text),
     Reader("V* (JSON per image)", "question,options,category,image", id="image", category="category", more=_vstar_json),
     Reader("HRBench", "index,question,answer,category,A,B,cycle_category,image", id="index", category="category",
            kind=lambda row: "choice", more=_hrbench),
@@ -103,10 +104,11 @@ READERS = [
            category="subject", kind=_is("answer_type", float="math", multiple_choice="choice", text="text"),
            more=lambda row: {"variant_of": str(row["id"]),
                              "question": row["question"] + FLOAT * (row["answer_type"] == "float")}),
-    Reader("MathVerse", "sample_index,problem_index,problem_version,question_type", "question|query_wo", id="sample_index",
-           category="problem_version", kind=_is("question_type", multi_choice="choice", free_form="math")),
+    Reader("MathVerse", "sample_index,problem_index,problem_version,question_type", "question|query_wo",
+           id="sample_index", category="problem_version", kind=_is("question_type", multi_choice="choice", free_form="math")),
     Reader("MathVision", "question,options,answer,level,subject", media="decoded_image|image", category="subject",
-           kind=lambda row: "choice" if row["options"] else "math", more=lambda row: {"choices": row["options"] or None}),
+           kind=lambda row: "choice" if row["options"] else "math",
+           more=lambda row: {"choices": row["options"] or None}),
     Reader("WeMath", "ID,knowledge concept,option,key,image_path", media="image_path", category="key",
            kind=lambda row: "choice", more=_wemath),
     Reader("TIR-Bench", "task,prompt,image_1,answer", "prompt", media="image_1,image_2", category="task",
@@ -116,7 +118,8 @@ READERS = [
     Reader("SpaceR", "problem,solution,problem_type,path,data_type", "problem", "solution", "problem_id", "path",
            "problem_type", _is("problem_type", multiple_choice="choice", regression="number", numerical="number"),
            lambda row: {"choices": row.get("options") or None}),
-    Reader("LongVILA (LongVideo-Reason)", "problem,problem_type,videos,answer", "problem", id="problem_id", media="videos"),
+    Reader("LongVILA (LongVideo-Reason)", "problem,problem_type,videos,answer", "problem", id="problem_id",
+           media="videos"),
     Reader("Mini-o3 (VisualProbe, DeepEyes)", "problem,solution,images", "problem", "solution", "doc_id", "images",
            "data_source"),
     Reader("V-Thinker (V-Interaction)", "question,image,answer,original_img_code"),
@@ -217,7 +220,7 @@ def _file(value: object, folder: Path, media: Path) -> Path:
 
 
 def _rows(path: Path) -> Iterator[tuple[Path, object, dict]]:
-    """(folder its media are in, row, more columns) of a file, a folder's data files, or V*'s two folders of JSON files."""
+    """(folder its media are in, row, more columns) of a file, a folder's data files, or V*'s two folders of JSON."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in (*path.iterdir(), *path.glob("data/*")) if file.suffix in SUFFIXES)

@@ -89,12 +89,13 @@ class Config:
     def __post_init__(self):
         at_least = {"group_size": 2, "max_pixels": 28 * 28, "tool_memory_mb": 256} | dict.fromkeys(
             ("rollout_rows", "min_pixels", "max_images", "max_prompt_tokens", "max_turn_tokens", "max_response_tokens",
-             "problems_per_round", "groups_per_step", "max_rounds", "updates_per_batch", "micro_batch_tokens", "save_every",
-             "keep_checkpoints"), 1)
+             "problems_per_round", "groups_per_step", "max_rounds", "updates_per_batch", "micro_batch_tokens",
+             "save_every", "keep_checkpoints"), 1)
         above = ("temperature", "eval_temperature", "lr", "tool_timeout_s", "grad_clip")
         for name, value in vars(self).items():
             if isinstance(value, float) and not isfinite(value) or name in above and value <= 0:
-                raise UserError(f"--{name} {value}: must be a {'number greater than 0' if name in above else 'finite number'}")
+                wanted = "number greater than 0" if name in above else "finite number"
+                raise UserError(f"--{name} {value}: must be a {wanted}")
             # Of all other numbers only the bonus means something below 0: a price per call.
             if isinstance(value, (int, float)) and name != "tool_bonus" and value < at_least.get(name, 0):
                 raise UserError(f"--{name} {value}: must be at least {at_least.get(name, 0)}")
@@ -110,8 +111,8 @@ class EvalConfig:
 
     k: int = _f(1, "samples per problem, for avg@k and pass@k")
     limit: int = _f(0, "problems per data set, the first ones; 0: all, of generated ones 100")
-    baseline: str = _f("none", "beside the agent: direct (one answer without a tool), uniform (the same with frames of the "
-                       "video in the prompt) or both", ["none", "direct", "uniform", "both"])
+    baseline: str = _f("none", "beside the agent: direct (one answer without a tool), uniform (the same with frames "
+                       "of the video in the prompt) or both", ["none", "direct", "uniform", "both"])
     frames: int = _f(8, "frames per video of the uniform baseline")
     judge: str = _f("none", "answers an LLM judges where rules do not find them right: those of kind text, or all",
                     ["none", "text", "all"])
@@ -145,7 +146,8 @@ def parse_config(argv: list[str] | None = None, extra: type | None = None, paper
     argv = sys.argv[1:] if argv is None else argv
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     peek.add_argument("--model", default="")
-    parser = _Parser([Config] + [extra] * bool(extra), allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = _Parser([Config] + [extra] * bool(extra), allow_abbrev=False,
+                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.set_defaults(**defaults)
     if peek.parse_known_args(argv)[0].model:
         parser.set_defaults(**asdict(PAPER) | (paper or {}))

@@ -66,6 +66,12 @@ def test_stopping_and_resuming_gives_the_metrics_of_the_uninterrupted_run(whole,
     assert elapsed == sorted(elapsed)                                            # the clock goes on
 
 
+def test_top_k_warns_that_training_is_not_on_policy(whole, tmp_path):
+    printed = run("--out", tmp_path / "run", "--steps", 0, "--top_k", 5, *SMALL)
+    assert "warning: --top_k 5 samples from fewer tokens than the update scores: not on-policy" in printed
+    assert "warning" not in whole[1]
+
+
 def test_an_evaluation_that_was_stopped_is_made_up_for(whole, tmp_path):
     shutil.copytree(whole[0], tmp_path / "run")
     position = tmp_path / "run/checkpoints/step-000004/position.json"

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from math import nan
 from pathlib import Path
@@ -13,10 +15,11 @@ import pytest
 import torch
 from PIL import Image
 
-from pyvision_mini import trainer
-from pyvision_mini.config import Config
+from pyvision_mini import report, trainer
+from pyvision_mini.config import Config, cli
 from pyvision_mini.policy import load_policy
 from pyvision_mini.prompts import IM_END, IM_START, IMAGE, VISION_END, VISION_START
+from pyvision_mini.selection import Selection
 from pyvision_mini.trainer import Scorer, collate, micro_batches, update
 from pyvision_mini.trajectory import EndReason, Group, Problem, Trajectory
 
@@ -163,6 +166,36 @@ def test_the_first_ratio_is_exactly_one(policy, temperature):
 def test_later_parts_of_a_batch_see_log_probs_from_before_the_first(policy):
     _, result = step_of(policy, eight(policy), replace(CFG, updates_per_batch=2))
     assert result.stats["ratio_max"] > 1.0 and result.stats["kl"] > 0
+
+
+def test_a_step_without_a_group_trains_no_token_changes_nothing_and_still_has_metrics(policy):
+    gradient, result = step_of(policy, [], replace(CFG, updates_per_batch=2))
+    nothing = report.selection_row(Selection([], [], 1, 0, 0, Counter(), 0.0))
+    metrics = report.step_metrics([], [nothing], result, {})
+    assert [metrics[key] for key in ("trained_tokens", "loss", "entropy", "kl", "ratio_max", "logp_gap", "padding_share",
+                                     "skipped_updates", "groups_kept")] == [0] * 9
+    assert max(g.abs().max().item() for g in gradient.values()) == 0.0
+
+
+def test_a_second_ctrl_c_interrupts_at_once_and_is_one_line(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    @cli
+    def main():
+        stop = trainer.StopSignal()
+        stop.check()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(trainer.Stopped):                                      # the first one waits for a border
+            stop.check()
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second one does not")
+
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert stopped.value.code == 130 and capsys.readouterr().err == "interrupted; the last checkpoint stays\n"
 
 
 def test_a_nan_gradient_skips_the_step_and_is_counted(policy):
