@@ -2,10 +2,10 @@
 
 The sample is bounded and kept in trajectories.jsonl, one group a line, so that a resumed run goes on with it. It is
 untrusted: it enters assets/page.html as escaped JSON and leaves it through textContent, and the page's security policy
-allows no script but its own and no network. What stands after # opens a view; docs/trajectory.png is made by
+allows no script but its own and no network. What stands after # is open; docs/trajectory.png is made by
 
     chromium --headless --hide-scrollbars --window-size=1180,900 --screenshot=docs/trajectory.png \\
-        "file://$PWD/runs/NAME/trajectories.html#view=list&open=best"
+        "file://$PWD/runs/NAME/trajectories.html#view=list&open=KEY"
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ def group_row(group: Group, cfg: Config, when: str, step: int = 0, dropped: str 
     reasons = ["" if dropped is None else drop_reason(t, cfg) or dropped for t in trajs]
     rewards = [t.reward for t, reason in zip(trajs, reasons) if not reason]
     advantages = iter(group_advantages(rewards, cfg.normalize_std).tolist() if dropped == "" else ())
-    return {"when": when, "step": step, "drop": dropped or "", "id": problem.id, "question": _clip(problem.question),
+    return {"when": _clip(when), "step": step, "drop": dropped or "", "id": _clip(problem.id),
+            "question": _clip(problem.question),
             "choices": [_clip(choice) for choice in problem.choices or ()], "gold": _clip(problem.answer),
-            "about": problem.about,
+            "about": _clip(problem.about),
             "images": [_thumbnail(image, pictures) for image in trajs[0].images[:len(problem.images)][:FIGURES]],
             "rollouts": [_rollout(t, cfg, pictures) | {
                 "drop": reason, "advantage": None if reason else _number(next(advantages, None))}
@@ -89,7 +90,7 @@ def group_row(group: Group, cfg: Config, when: str, step: int = 0, dropped: str 
 
 
 def _rollout(traj: Trajectory, cfg: Config, pictures: dict[str, str]) -> dict:
-    return {"answer": traj.answer and _clip(traj.answer), "end": traj.end.value, "failure": traj.failure,
+    return {"answer": traj.answer and _clip(traj.answer), "end": traj.end.value, "failure": _clip(traj.failure),
             "grade": _number(traj.correct), "paid": traj.n_tool_calls, "bonus": cfg.tool_bonus,
             "reward": _number(traj.reward),
             "tokens": sum(traj.action_mask), "context": len(traj.ids), "visual": traj.n_visual_tokens,
@@ -104,8 +105,9 @@ def _turn(turn: Turn, pictures: dict[str, str]) -> dict:
              "seconds": round(turn.seconds, 2)}
     return shown if result is None else shown | {
         "status": result.status, "printed": _clip(result.text), "no_op": turn.no_op,
-        "returned": turn.n_observation_tokens, "tool_seconds": round(result.seconds, 2), "unshown": len(result.images[FIGURES:]),
-        "images": [_thumbnail(image, pictures) for image in result.images[:FIGURES]]}
+        "returned": turn.n_observation_tokens, "tool_seconds": round(result.seconds, 2),
+        "images": [_thumbnail(image, pictures) for image in result.images[:FIGURES]],
+        "unshown": len(result.images[FIGURES:])}
 
 
 def _number(value: float | None) -> float | None:
@@ -114,7 +116,8 @@ def _number(value: float | None) -> float | None:
 
 def _clip(text: str) -> str:
     note = f"\n… {len(text) - TEXT:,} characters left out …\n"
-    return text if len(text) <= TEXT else text[:TEXT // 2] + note + text[-TEXT // 2:]
+    text = text if len(text) <= TEXT else text[:TEXT // 2] + note + text[-TEXT // 2:]
+    return text.encode(errors="backslashreplace").decode()           # half a surrogate pair crashes some browsers
 
 
 def _thumbnail(image: Image.Image, pictures: dict[str, str]) -> list:
@@ -136,18 +139,18 @@ def append(path: Path, rows: list[dict]) -> None:
 
 
 def merge(out: Path, done: int | None = None) -> list[dict]:
-    """All ranks' rows, of steps up to `done` if given → trajectories.jsonl. Damaged lines go, and what is over BYTES."""
+    """All ranks' rows, of steps up to `done` → trajectories.jsonl. Damaged lines go, and what is over BYTES."""
     found: dict[tuple, dict] = {}
     files = sorted(out.glob("trajectories*.jsonl"))
     for line in (line for file in files for line in file.read_bytes().splitlines()):
         try:
             row = json.loads(line)
             if (done is None or row["step"] <= done) and row["rollouts"] and row["pictures"] is not None:
-                found[row["when"], row["step"], row["id"]] = row     # a repeated evaluation replaces the one before
+                found[row["when"], int(row["step"]), row["id"]] = row        # a repeated evaluation replaces the first
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     sections: dict[tuple, list[str]] = defaultdict(list)
-    for (when, step, _), row in found.items():
+    for (when, step, _), row in sorted(found.items(), key=lambda item: item[0][1]):
         sections[when, step].append(json.dumps(row) + "\n")
     while sum(len(line) for lines in sections.values() for line in lines) > BYTES:
         max(sections.values(), key=lambda lines: sum(map(len, lines))).pop()

@@ -1,0 +1,203 @@
+"""The page of trajectories: what is on it, that it stays small, and that nothing a policy writes comes alive in it."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter
+from html import unescape
+from math import nan
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pyvision_mini import page
+from pyvision_mini.config import Config
+from pyvision_mini.selection import collect
+from pyvision_mini.trajectory import EndReason, Group, Problem, ToolResult, Trajectory, Turn
+
+CFG = Config(groups_per_step=1, max_rounds=1, steps=1)
+HOSTILE = ["<script>document.title='owned'</script>", "</script><script>document.title='owned'</script>", "<b unclosed <i",
+           "<img src=x onerror=\"document.title='owned'\">", "<!-- <script>", "half a pair \udc00, a null \0, a line\u2028end",
+           "'\"`${document.title='owned'}", "]]> &lt; & &amp;"]
+
+
+def picture(seed, size=(64, 48)):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (*size[::-1], 3), dtype=np.uint8))
+
+
+def trajectory(problem, reward, n_calls=1, text="Look.", end=EndReason.ANSWERED):
+    calls = [Turn(f"{text}\n<code>\n```python\nprint({i})\n```\n</code>", "code", f"print({i})",
+                  ToolResult("ok", text, [picture(i)], 0.1), n_tokens=9, seconds=1.0) for i in range(n_calls)]
+    return Trajectory(problem, images=[picture(7)], grids=[(1, 4, 4)], n_image_tokens=4, turns=[*calls, Turn(text, "answer", "red")],
+                      n_tool_calls=n_calls, answer="red", end=end, correct=float(reward >= 0.5), reward=reward)
+
+
+def group(name, rewards, **more):
+    problem = Problem(name, "What color?", "red", images=("i.png",))
+    return Group(problem, [trajectory(problem, reward, **more) for reward in rewards])
+
+
+def rows_of(path):
+    text = path.read_text()
+    return json.loads(text.split('id="data">')[1].split("</script>")[0])
+
+
+# --- what is on it ----------------------------------------------------------------------------------------------------
+
+
+def test_the_steps_shown_are_spread_evenly_with_the_first_and_the_last():
+    assert [s for s in range(1, 41) if page.is_shown(s, 40)] == [1, 5, 10, 14, 18, 23, 27, 31, 36, 40]
+    assert [s for s in range(1, 701) if page.is_shown(s, 700)][::9] == [1, 700]
+    assert [[s for s in range(1, n + 1) if page.is_shown(s, n)] for n in (1, 3)] == [[1], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_all_ranks_together_show_as_much_as_one_and_something_that_was_dropped(world):
+    shown = [item for rank in range(world) for item in page.mixed(["kept"] * 9, ["dropped"] * 9, 3, rank, world)]
+    assert Counter(shown) == {"kept": 2, "dropped": 1}
+    assert page.mixed([], ["dropped"] * 9, 3) == ["dropped"] * 3 and page.mixed(["kept"], [], 3) == ["kept"]
+    shown = Counter()
+    evaluated = [page.is_sampled(group("p", [reward]), shown, 1) for reward in [1.0] * 20 + [0.0] * 20]
+    assert (sum(evaluated[:20]), sum(evaluated[20:])) == (4, 8)
+
+
+def test_a_step_shows_rollouts_by_reward_with_advantages_where_they_trained_and_reasons_where_they_did_not():
+    best = group("best", [0.0, 1.2, 1.1])
+    best.trajectories.append(trajectory(best.problem, 0.0, end=EndReason.TOO_LONG))
+    selection = collect(lambda i: [group("flat", [1.1, 1.1]), best, group("lower", [1.1, 1.0])], CFG)
+    rows = {row["id"]: row for row in page.step_rows(selection, CFG, 1, 0, 1)}
+    assert {name: row["drop"] for name, row in rows.items()} == {"best": "", "flat": "flat", "lower": "surplus"}
+    # mean of 1.2, 1.1 and 0: the one that is too long is no part of it
+    assert [(t["reward"], t["advantage"], t["drop"]) for t in rows["best"]["rollouts"]] == [
+        (1.2, 0.4333, ""), (1.1, 0.3333, ""), (0.0, -0.7667, ""), (0.0, None, "too_long")]
+    assert [(t["advantage"], t["drop"]) for t in rows["flat"]["rollouts"]] == [(None, "flat")] * 2
+    assert page.step_rows(selection, Config(steps=100), 2, 0, 1) == []
+    parts = rows["best"]["rollouts"][0]
+    assert (parts["grade"], parts["paid"], parts["bonus"], parts["end"], parts["visual"]) == (1.0, 1, 0.1, "answered", 4)
+    assert parts["turns"][0] | {"images": 0} == {
+        "before": "Look.\n<code>\n```python\n", "code": "print(0)", "after": "\n```\n</code>", "tokens": 9, "seconds": 1.0, "unshown": 0,
+        "status": "ok", "printed": "Look.", "no_op": False, "returned": 0, "tool_seconds": 0.1, "images": 0}
+
+
+def test_an_evaluation_shows_its_first_problems_without_advantages_and_a_reward_that_is_not_finite_as_none():
+    groups = [group(str(i), [nan]) for i in range(30)]
+    shown = [row["id"] for rank in (0, 1) for row in page.held_out_rows(groups[rank::2], CFG, "after", 9, rank, 2)]
+    assert sorted(map(int, shown)) == list(range(12)) and page.held_out_rows(groups, CFG, "during", 5, 0, 1) == []
+    row = page.group_row(groups[0], CFG, "held out, after", 9)
+    assert [(t["reward"], t["advantage"], t["drop"]) for t in row["rollouts"]] == [(None, None, "")]
+
+
+def test_equal_pictures_are_stored_once_as_thumbnails_and_long_texts_are_cut_in_the_middle():
+    row = page.group_row(group("p", [1.0] * 8, n_calls=2, text="a" + "x" * 1_000_000 + "z"), CFG, "eval")
+    assert len(row["pictures"]) == 3 and len(json.dumps(row)) < 8 * 6 * (page.TEXT + 2000)
+    printed = row["rollouts"][0]["turns"][0]["printed"]
+    assert printed.startswith("ax") and printed.endswith("xz") and "988,002 characters left out" in printed
+    large = {}
+    assert page._thumbnail(picture(1, (1600, 800)), large)[1:] == [1600, 800]
+    with Image.open(page.BytesIO(base64.b64decode(*large.values()))) as image:
+        assert (image.format, image.size) == ("JPEG", (400, 200))
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_drops_rows_after_its_step_and_damaged_lines_and_replaces_repeated_evaluations(tmp_path):
+    file = tmp_path / "trajectories.jsonl"
+    for name, step, when in (("a", 0, "before"), ("b", 1, ""), ("c", 2, ""), ("d", 3, ""), ("a", 0, "before")):
+        page.append(file, [page.group_row(group(name, [0.0, 1.0]), CFG, when, step, None if when else "")])
+    with file.open("ab") as damaged:
+        damaged.write(b'[1, 2]\n3\n{"step": 1}\n\xff\xfe\n' + b"[" * 100_000 + b'\n'
+                      b'{"step": 1, "when": [], "id": {}, "rollouts": [1], "pictures": {}}\n'
+                      b'{"step": 2, "when": "", "id": "c')
+    page.append(tmp_path / "trajectories-1.jsonl", [page.group_row(group("other rank", [1.0]), CFG, "", 2, "flat")])
+    assert [(row["id"], row["step"]) for row in page.merge(tmp_path, 2)] == [("a", 0), ("b", 1), ("other rank", 2), ("c", 2)]
+    page.append(file, [page.group_row(group("e", [1.0]), CFG, "", 3, "flat")])
+    page.write(tmp_path)
+    assert [row["id"] for row in rows_of(tmp_path / "trajectories.html")["rows"]] == ["a", "b", "other rank", "c", "e"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trajectories.html", "trajectories.jsonl"]
+    assert page.merge(tmp_path, -1) == []                                        # a fresh run in a folder with an old page
+    page.write(tmp_path)
+    assert rows_of(tmp_path / "trajectories.html")["rows"] == []
+
+
+def test_the_page_stays_under_20_mb_and_still_shows_every_step(tmp_path):
+    row = page.group_row(group("p", [0.0, 1.0]), CFG, "", 1, "")
+    for step in range(10):
+        page.append(tmp_path / "trajectories.jsonl", [row | {
+            "step": step, "id": str(i), "pictures": {f"{step}-{i}": "A" * 1_000_000}} for i in range(3)])
+    page.write(tmp_path)
+    shown = rows_of(tmp_path / "trajectories.html")["rows"]
+    assert {row["step"] for row in shown} == set(range(10)) and 12 <= len(shown) < 20
+    assert all((tmp_path / name).stat().st_size < 20e6 for name in ("trajectories.html", "trajectories.jsonl"))
+
+
+def hostile(folder):
+    """A page with a right trajectory of one call and a wrong one of two, everything in them hostile; and a tame group."""
+    text = "\n".join(HOSTILE)
+    problem = Problem(text, text, text, "choice", [text], videos=("v.mp4",), about=text)
+    bad = Group(problem, [trajectory(problem, 1.1, 1, text), trajectory(problem, 0.0, 2, text)])
+    for traj in bad.trajectories:
+        traj.images, traj.grids, traj.n_image_tokens, traj.answer, traj.failure = [], [], 0, text, text
+        traj.turns[0].content = traj.turns[0].text = text
+        traj.turns[0].result.status = "error"
+    page.append(folder / "trajectories.jsonl", [page.group_row(bad, CFG, text), page.group_row(group("tame", [1.1, 0.0, 0.0]), CFG, "", 1, "")])
+    page.write(folder)
+    return folder / "trajectories.html"
+
+
+def test_hostile_text_is_escaped_and_only_the_pages_own_script_may_run(tmp_path):
+    text = hostile(tmp_path).read_text("utf-8")
+    data = text.split('id="data">')[1].split("</script>")[0]
+    assert not set("<>&\u2028\0") & set(data) and data.isascii()
+    assert json.loads(data)["rows"][0]["question"] == "\n".join(HOSTILE).replace("\udc00", "\\udc00")
+    template = page.TEMPLATE.read_text("utf-8")
+    assert text.count("<script") == 2 and not re.search(r"(src|href)=|https?:|innerHTML =|insertAdjacent|document\.write|eval\(", template)
+    script = text.split("<script>")[1].split("</script>")[0]
+    assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in text.split("script-src")[1][:70]
+    assert "default-src 'none'" in text and "unsafe" not in text
+
+
+# --- in a browser -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browse(tmp_path_factory):
+    """Open the hostile page at an address → what chromium made of it, or its screenshot."""
+    if not (chromium := shutil.which("chromium")):
+        pytest.skip("no chromium on PATH")
+    folder = tmp_path_factory.mktemp("browser")
+    file = hostile(folder)
+
+    def open_page(address, *flags):
+        done = subprocess.run(
+            [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+             "--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}", "--hide-scrollbars", "--window-size=1280,900",
+             *flags, f"file://{file}#{address}"], capture_output=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.decode()
+    return open_page
+
+
+def test_a_browser_shows_what_the_address_asks_for_and_nothing_hostile_comes_alive(browse, tmp_path):
+    whole = browse("view=list&open=0.1", "--dump-dom")
+    assert whole.count("<details") == 5 and whole.count("<details open") + whole.count('open="">') == 1
+    body = whole.split("<main")[1].split("</main>")[0]
+    assert "owned</title>" not in whole and not re.search(r"<(script|img [^>]*onerror|b |i )", body)
+    shown = unescape(re.sub(r"<[^>]*>", "", body))
+    for line in HOSTILE[:5] + HOSTILE[6:]:
+        assert line in shown
+    assert "Turn 3" in shown and "0.00 = 0.00" in shown and "64 × 48" in shown
+
+    wrong = browse("view=list&right=wrong&calls=2", "--dump-dom")
+    assert wrong.count("<details") == 1 and "1 of 5 trajectories" in wrong
+    groups = browse("step=step 1&open=1", "--dump-dom").split("<main")[1].split("</main>")[0]
+    assert groups.count("<details") == 1 and re.findall(r"(\d\.\d\d) = ", groups) == ["1.10", "0.00", "0.00"]
+    assert "+0.73" in groups and "−0.37" in groups
+
+    browse("open=1", f"--screenshot={tmp_path / 'page.png'}")
+    with Image.open(tmp_path / "page.png") as image:
+        assert image.width == 1280 and len(image.convert("RGB").getcolors(1 << 24)) > 100
