@@ -2,10 +2,10 @@
 
 The sample is bounded and kept in trajectories.jsonl, one group a line, so that a resumed run goes on with it. It is
 untrusted: it enters assets/page.html as escaped JSON and leaves it through textContent, and the page's security policy
-allows no script but its own and no network. What stands after # is open; docs/trajectory.png is made by
+allows no script but its own and no network. Filters and what is open stand after #; docs/trajectory.png is
 
-    chromium --headless --hide-scrollbars --window-size=1180,900 --screenshot=docs/trajectory.png \\
-        "file://$PWD/runs/NAME/trajectories.html#view=list&open=KEY"
+    chromium --headless --hide-scrollbars --window-size=1280,1045 --screenshot=docs/trajectory.png \\
+        "file://$PWD/runs/image/trajectories.html#view=list&step=step+3&right=right&calls=2&text=top+right&open=18.1"
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _thumbnail(image: Image.Image, pictures: dict[str, str]) -> list:
     (small := image.convert("RGB")).thumbnail((SIDE, SIDE))
     name = sha256(repr(small.size).encode() + small.tobytes()).hexdigest()[:16]
     if name not in pictures:
-        small.save(buffer := BytesIO(), "JPEG", quality=82, subsampling=0)
+        small.save(buffer := BytesIO(), "JPEG", quality=95 if max(small.size) < 200 else 82, subsampling=0)
         pictures[name] = b64encode(buffer.getvalue()).decode()
     return [name, *image.size]
 
