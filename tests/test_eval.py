@@ -266,7 +266,9 @@ def test_two_ranks_write_each_sample_once_and_name_a_bad_row(tmp_path):
     assert done.stdout.count("1 skipped_rows") == 1
     summary, samples = read(tmp_path / "out")
     assert sorted((row["id"], row["sample"]) for row in samples) == [(str(i), s) for i in range(5) for s in (0, 1)]
-    assert (summary["n"], [line[:2] for line in summary["failed"]]) == (5, ["4:"]) and not list((tmp_path / "out").glob("samples-*"))
+    assert (summary["n"], [line[:2] for line in summary["failed"]]) == (5, ["4:"]) and not list((tmp_path / "out").glob("*-1.jsonl"))
+    shown = [json.loads(line) for line in (tmp_path / "out/trajectories.jsonl").read_text().splitlines()]
+    assert len(shown) >= 4 and {len(row["rollouts"]) for row in shown} == {2} and (tmp_path / "out/trajectories.html").is_file()
 
 
 def test_the_generated_sets_are_evaluated_with_both_baselines_when_nothing_is_named(tmp_path, run):

@@ -36,6 +36,12 @@ def metrics(out):
     return [{k: v for k, v in json.loads(line).items() if k not in TIMED} for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+def shown(out):
+    """What the page shows: (evaluation, step, problem, rewards)."""
+    rows = [json.loads(line) for line in (out / "trajectories.jsonl").read_text().splitlines()]
+    return [(row["when"], row["step"], row["id"], [t["reward"] for t in row["rollouts"]]) for row in rows]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
@@ -54,14 +60,19 @@ def test_a_run_prints_a_line_per_step_and_writes_what_it_promises(whole):
     with Image.open(out / "curves.png") as picture:
         assert picture.width > 800
     assert (out / "checkpoints/step-000004/model/model.safetensors").is_file()
+    assert {row[:2] for row in shown(out)} == {("held out, before", 0), ("", 1), ("", 2), ("", 3), ("", 4), ("held out, after", 4)}
+    assert (out / "trajectories.html").stat().st_size < 4e6
 
 
 def test_stopping_and_resuming_gives_the_metrics_of_the_uninterrupted_run(whole, tmp_path):
     run("--out", tmp_path / "run", "--steps", 2, "--save_every", 2, *SMALL)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "left by": "a step after the checkpoint"}\n{"step": 4, "cut')
+    with (tmp_path / "run" / "trajectories.jsonl").open("a") as file:
+        file.write('{"step": 3, "id": "left", "when": "", "rollouts": [0], "pictures": {}}\n{"step": 4, "cut')
     run("--out", tmp_path / "run", "--steps", 4, "--save_every", 2, "--resume", *SMALL)
     assert metrics(tmp_path / "run") == metrics(whole[0])
+    assert [row for row in shown(tmp_path / "run") if row[:2] != ("held out, after", 2)] == shown(whole[0])
     elapsed = [json.loads(line)["elapsed"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert elapsed == sorted(elapsed)                                            # the clock goes on
 
