@@ -5,6 +5,7 @@ Metrics are computed from plain rows (one per trajectory) gathered from all rank
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
 import sys
@@ -21,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from pyvision_mini import page
-from pyvision_mini.config import Config, UserError, explicit, save_config
+from pyvision_mini.config import Config, UserError, cli, explicit, save_config
 from pyvision_mini.selection import Selection
 from pyvision_mini.trajectory import Trajectory
 
@@ -260,29 +261,99 @@ def read_metrics(path: Path) -> list[dict]:
     return rows
 
 
-CURVES = [("accuracy and reward", ("accuracy", "reward")), ("tool calls", ("calls", "calls_max", "no_call_share")),
+CURVES = [("accuracy and reward", ("accuracy", "reward")), ("tool calls", ("calls", "calls_max")),
+          ("share without a call", ("no_call_share",)),
           ("wasted calls", ("error_calls", "no_op_calls", "repeated_calls")),
-          ("tokens", ("response_tokens", "observation_tokens", "visual_tokens")),
-          ("entropy and gradient norm", ("entropy", "grad_norm")), ("groups", ("groups_sampled", "groups_kept")),
-          ("log-prob gap", ("logp_gap",)), ("seconds", ("seconds_generate", "seconds_sandbox", "seconds_update"))]
+          ("tokens", ("response_tokens", "observation_tokens", "visual_tokens")), ("entropy", ("entropy",)),
+          ("gradient norm", ("grad_norm",)), ("log-prob gap", ("logp_gap",)),
+          ("groups", ("groups_sampled", "groups_kept", "dropped.flat", "dropped.surplus", "dropped.too_few")),
+          ("dropped trajectories", tuple(f"dropped.{reason}" for reason in (
+              "too_long", "prompt_too_long", "tool_failure", "inconsistent", "bad_reward", "failed_code", "no_action"))),
+          ("seconds", ("seconds_generate", "seconds_sandbox", "seconds_update", "seconds_sync")),
+          ("memory, GB", ("peak_memory_gb",))]
+COMPARED = ("accuracy", "reward", "calls", "response_tokens", "entropy")     # of runs laid over one another
+
+
+def _points(rows: list[dict], key: str, x: str = "step") -> tuple[list[float], list[float]]:
+    """(x, y) of a metric; `dropped.flat` is what `dropped` counts as flat. Lines without the metric are left out."""
+    name, _, reason = key.partition(".")
+    found = [row for row in rows if name in row and x in row]
+    return [row[x] for row in found], [row[name].get(reason, 0) if reason else row[name] for row in found]
+
+
+def _finish(axes, title: str, xlabel: str) -> None:
+    axes.set(title=title, xlabel=xlabel, ylim=(0, None))
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
 
 
 def draw_curves(rows: list[dict], evaluations: list[dict], path: Path, title: str) -> None:
-    """One picture of eight panels against the step; held-out accuracy as points in the first."""
+    """One picture with a panel for each of CURVES, against the step; held-out accuracy as points in the first."""
     from matplotlib.figure import Figure    # imported late: a run that is being debugged starts a second earlier
 
-    figure = Figure(figsize=(16, 7), layout="constrained")
+    figure = Figure(figsize=(16, 10), layout="constrained")
     figure.suptitle(title)
-    for axes, (name, keys) in zip(figure.subplots(2, 4).flat, CURVES):
+    for axes, (name, keys) in zip(figure.subplots(3, 4).flat, CURVES):
         for key in keys:
-            axes.plot([row["step"] for row in rows], [row[key] for row in rows], label=key.replace("_", " "),
-                      marker="." if len(rows) < 60 else "")
+            steps, values = _points(rows, key)
+            if any(values) or not key.startswith("dropped."):    # of seven reasons the ones that occur
+                axes.plot(steps, values, label=key.replace("_", " "), marker="." if len(rows) < 60 else "")
         if name.startswith("accuracy"):
-            axes.plot([e["step"] for e in evaluations], [e["accuracy"] for e in evaluations], "k*", label="held out")
-        axes.set(title=name, xlabel="step", ylim=(0, None))
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+            axes.plot(*_points(evaluations, "accuracy"), "k*", label="held out")
+        _finish(axes, name, "step")
     figure.savefig(path, dpi=90)
+
+
+def compare(runs: dict[str, list[dict]], path: Path) -> None:
+    """Runs by name over one another, against the step above and against time below: each value pale, their mean over
+    five steps on top."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(COMPARED), 7), layout="constrained")
+    for row, (x, label) in zip(figure.subplots(2, len(COMPARED)), (("step", "step"), ("elapsed", "seconds"))):
+        for axes, key in zip(row, COMPARED):
+            for i, (name, rows) in enumerate(runs.items()):
+                at, values = _points(rows, key, x)
+                smooth = [fmean(values[max(0, n - 5):n]) for n in range(1, len(values) + 1)]
+                axes.plot(at, values, color=f"C{i}", alpha=0.25)
+                axes.plot(at, smooth, color=f"C{i}", label=name)
+            _finish(axes, key.replace("_", " "), label)
+    try:
+        figure.savefig(path, dpi=90)
+    except (OSError, ValueError) as error:                       # ValueError: an ending matplotlib does not know
+        raise UserError(f"--out {path}: cannot be written: {error}; choose another file, e.g. compare.png") from None
+
+
+def read_runs(paths: list[str]) -> dict[str, list[dict]]:
+    """Folders of runs, or .jsonl files → {name: lines of metrics}; UserError for what holds none."""
+    if not paths:
+        raise UserError("no run to compare: give folders with a metrics.jsonl in them, or .jsonl files")
+    names = Counter(Path(path).stem for path in paths)
+    runs = {}
+    for path in map(Path, paths):
+        file = path / "metrics.jsonl" if path.is_dir() else path
+        if not file.is_file():
+            raise UserError(f"{file}: no such file; give folders with a metrics.jsonl in them, or .jsonl files")
+        try:
+            rows = [row for row in read_metrics(file) if {"step", "elapsed"} <= set(row)]
+        except (OSError, UnicodeDecodeError, TypeError):         # TypeError: JSON, but no objects
+            rows = []
+        if not rows:
+            raise UserError(f"{file}: holds no step of a run; give a metrics.jsonl of one that finished a step")
+        runs[path.stem if names[path.stem] == 1 else str(path)] = rows
+    return runs
+
+
+@cli
+def main() -> None:
+    """`python -m pyvision_mini.report RUN RUN … --out compare.png`."""
+    parser = argparse.ArgumentParser(description="Lay runs over one another in one picture.")
+    parser.add_argument("runs", nargs="*", help="folders with a metrics.jsonl in them, or .jsonl files")
+    parser.add_argument("--out", type=Path, default=Path("compare.png"), help="the picture (default: %(default)s)")
+    args = parser.parse_args()
+    compare(read_runs(args.runs), args.out)
+    print(f"{len(args.runs)} runs in {args.out}")
 
 
 # --- eval.py ----------------------------------------------------------------------------------------------------------
@@ -400,3 +471,7 @@ def write_results(rows: list[dict], settings: dict, notes: dict, judge_failures:
         f"<img src='data:image/png;base64,{picture}'>"
         f"<pre>{escape(json.dumps({'settings': settings, 'rows': notes}, indent=1))}</pre>")
     print(f"results, plot and samples in {out}, {time.time() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
