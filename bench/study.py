@@ -37,8 +37,8 @@ SETTINGS = {                                     # name → (label, flags beside
     "max_turns": ("2 turns, not 4", "--max_turns 2"), "rank_by": ("groups not ranked", "--rank_by none"),
     "normalize_std": ("advantage / std", "--normalize_std true"),
     "end_on_error": ("errors end it", "--end_on_error true")}
-KEYS = ("step", "elapsed", "accuracy", "reward", "calls", "no_call_share", "error_calls", "no_op_calls", "repeated_calls",
-        "response_tokens", "visual_tokens", "entropy", "grad_norm", "groups_kept")
+KEYS = ("step", "elapsed", "accuracy", "reward", "calls", "no_call_share", "error_calls", "no_op_calls",
+        "repeated_calls", "response_tokens", "visual_tokens", "entropy", "grad_norm", "groups_kept")
 LAST, WINDOW = 10, 5                             # steps a table's means are over; steps a curve is smoothed over
 COLUMNS = {"held_out": "held out", "accuracy": "training", "calls": "calls", "no_call_share": "no call",
            "error_calls": "failed", "repeated_calls": "repeated", "response_tokens": "tokens", "entropy": "entropy",
@@ -105,7 +105,7 @@ def smooth(values: list[float], window: int = WINDOW) -> list[float]:
 
 
 def band(runs: dict[int, list[dict]], key: str) -> list[tuple[int, float, float]]:
-    """(step, mean over seeds, standard error) of the steps that all seeds have; training is smoothed, held out is not."""
+    """(step, mean over seeds, standard error) of the steps all seeds have; training is smoothed, held out is not."""
     curves = []
     for rows in runs.values():
         steps, values = zip(*[(row["step"], row[key]) for row in rows if key in row])
@@ -122,7 +122,8 @@ def table(runs: dict[str, dict[int, list[dict]]]) -> str:
 
     base = runs["base"]
     lines = [f"{'':18}{' '.join(f'{title:^15}' for title in COLUMNS.values())}".rstrip()]
-    lines += [line(setting, lambda seed, key: outcome(by_seed[seed], key), by_seed) for setting, by_seed in runs.items()]
+    lines += [line(setting, lambda seed, key: outcome(by_seed[seed], key), by_seed)
+              for setting, by_seed in runs.items()]
     lines += ["", "minus the baseline, seed by seed"]
     lines += [line(setting, lambda seed, key: outcome(by_seed[seed], key) - outcome(base[seed], key), both)
               for setting, by_seed in runs.items() if setting != "base" and (both := by_seed.keys() & base.keys())]

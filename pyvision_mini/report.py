@@ -298,7 +298,7 @@ def draw_curves(rows: list[dict], evaluations: list[dict], path: Path, title: st
         for key in keys:
             steps, values = _points(rows, key)
             if any(values) or not key.startswith("dropped."):    # of seven reasons the ones that occur
-                axes.plot(steps, values, label=key.replace("_", " "), marker="." if len(rows) < 60 else "")
+                axes.plot(steps, values, label=key.replace("_", " ").replace(".", ": "), marker="." if len(rows) < 60 else "")
         if name.startswith("accuracy"):
             axes.plot(*_points(evaluations, "accuracy"), "k*", label="held out")
         _finish(axes, name, "step")
