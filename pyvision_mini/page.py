@@ -27,7 +27,7 @@ from pyvision_mini.trajectory import Group, Trajectory, Turn
 
 STEPS, GROUPS, HELD_OUT = 10, 3, 12      # steps shown, groups of each, problems of an evaluation
 BYTES = 16 << 20                         # of all rows; with the page around them under 20 MB
-TEXT, SIDE, FIGURES = 12_000, 400, 8     # characters of a text, pixels of a thumbnail's longer side, pictures of a call
+TEXT, SIDE, FIGURES = 12_000, 320, 8     # characters of a text, pixels of a thumbnail's longer side, pictures of a call
 TEMPLATE = Path(__file__).parent / "assets" / "page.html"
 
 
@@ -125,7 +125,8 @@ def _thumbnail(image: Image.Image, pictures: dict[str, str]) -> list:
     (small := image.convert("RGB")).thumbnail((SIDE, SIDE))
     name = sha256(repr(small.size).encode() + small.tobytes()).hexdigest()[:16]
     if name not in pictures:
-        small.save(buffer := BytesIO(), "JPEG", quality=95 if max(small.size) < 200 else 82, subsampling=0)
+        fine = {"quality": 95, "subsampling": 0} if max(small.size) < 200 else {"quality": 78}
+        small.save(buffer := BytesIO(), "JPEG", **fine)
         pictures[name] = b64encode(buffer.getvalue()).decode()
     return [name, *image.size]
 
@@ -153,7 +154,10 @@ def merge(out: Path, done: int | None = None) -> list[dict]:
     for (when, step, _), row in sorted(found.items(), key=lambda item: item[0][1]):
         sections[when, step].append(json.dumps(row) + "\n")
     while sum(len(line) for lines in sections.values() for line in lines) > BYTES:
-        max(sections.values(), key=lambda lines: sum(map(len, lines))).pop()
+        filled = [lines for lines in sections.values() if lines]
+        # The largest section loses a row; where all have one left, the middle of the run goes first.
+        cut = [(len(lines) > 1 and sum(map(len, lines)), -abs(i - len(filled) / 2)) for i, lines in enumerate(filled)]
+        filled[cut.index(max(cut))].pop()
     lines = [line for lines in sections.values() for line in lines]
     (partial := out / "trajectories.partial").write_text("".join(lines))
     partial.replace(out / "trajectories.jsonl")

@@ -339,7 +339,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def evaluate(policy: Policy, problems: list[Problem], cfg: Config, pool: SandboxPool, rank: int,
-             tick: Callable[[str, float], None], show: Callable[[list[Group]], None] = lambda groups: None) -> list[dict]:
+             tick: Callable[[str, float], None],
+             show: Callable[[list[Group]], None] = lambda groups: None) -> list[dict]:
     """One trajectory per problem at the evaluation temperature, the same draws each time → rows for the report.
 
     `show` gets the graded groups.
@@ -502,7 +503,8 @@ class Run:
         shown: list[dict] = []
 
         def show(groups: list[Group]) -> None:
-            shown.extend(page.held_out_rows(groups, cfg, when, self.position["step"], self.ranks.rank, self.ranks.world))
+            step, ranks = self.position["step"], self.ranks
+            shown.extend(page.held_out_rows(groups, cfg, when, step, ranks.rank, ranks.world))
 
         with self.reporter.progress("evaluate", self.stop.check) as bars:
             bars.expect(len(problems))

@@ -20,9 +20,9 @@ from pyvision_mini.selection import collect
 from pyvision_mini.trajectory import EndReason, Group, Problem, ToolResult, Trajectory, Turn
 
 CFG = Config(groups_per_step=1, max_rounds=1, steps=1)
-HOSTILE = ["<script>document.title='owned'</script>", "</script><script>document.title='owned'</script>", "<b unclosed <i",
-           "<img src=x onerror=\"document.title='owned'\">", "<!-- <script>", "half a pair \udc00, a null \0, a line\u2028end",
-           "'\"`${document.title='owned'}", "]]> &lt; & &amp;"]
+HOSTILE = ["<script>document.title='owned'</script>", "</script><script>document.title='owned'</script>",
+           "<b unclosed <i", "<img src=x onerror=\"document.title='owned'\">", "<!-- <script>",
+           "half a pair \udc00, a null \0, a line\u2028end", "'\"`${document.title='owned'}", "]]> &lt; & &amp;"]
 
 
 def picture(seed, size=(64, 48)):
@@ -32,8 +32,9 @@ def picture(seed, size=(64, 48)):
 def trajectory(problem, reward, n_calls=1, text="Look.", end=EndReason.ANSWERED):
     calls = [Turn(f"{text}\n<code>\n```python\nprint({i})\n```\n</code>", "code", f"print({i})",
                   ToolResult("ok", text, [picture(i)], 0.1), n_tokens=9, seconds=1.0) for i in range(n_calls)]
-    return Trajectory(problem, images=[picture(7)], grids=[(1, 4, 4)], n_image_tokens=4, turns=[*calls, Turn(text, "answer", "red")],
-                      n_tool_calls=n_calls, answer="red", end=end, correct=float(reward >= 0.5), reward=reward)
+    return Trajectory(problem, images=[picture(7)], grids=[(1, 4, 4)], n_image_tokens=4, n_tool_calls=n_calls,
+                      turns=[*calls, Turn(text, "answer", "red")], answer="red", end=end, correct=float(reward >= 0.5),
+                      reward=reward)
 
 
 def group(name, rewards, **more):
@@ -77,13 +78,14 @@ def test_a_step_shows_rollouts_by_reward_with_advantages_where_they_trained_and_
     assert [(t["advantage"], t["drop"]) for t in rows["flat"]["rollouts"]] == [(None, "flat")] * 2
     assert page.step_rows(selection, Config(steps=100), 2, 0, 1) == []
     parts = rows["best"]["rollouts"][0]
-    assert (parts["grade"], parts["paid"], parts["bonus"], parts["end"], parts["visual"]) == (1.0, 1, 0.1, "answered", 4)
+    assert [parts[key] for key in ("grade", "paid", "bonus", "end", "visual")] == [1.0, 1, 0.1, "answered", 4]
     assert parts["turns"][0] | {"images": 0} == {
-        "before": "Look.\n<code>\n```python\n", "code": "print(0)", "after": "\n```\n</code>", "tokens": 9, "seconds": 1.0, "unshown": 0,
-        "status": "ok", "printed": "Look.", "no_op": False, "returned": 0, "tool_seconds": 0.1, "images": 0}
+        "before": "Look.\n<code>\n```python\n", "code": "print(0)", "after": "\n```\n</code>", "tokens": 9,
+        "seconds": 1.0, "status": "ok", "printed": "Look.", "no_op": False, "returned": 0,
+        "tool_seconds": 0.1, "images": 0, "unshown": 0}
 
 
-def test_an_evaluation_shows_its_first_problems_without_advantages_and_a_reward_that_is_not_finite_as_none():
+def test_an_evaluation_shows_its_first_problems_without_advantages_and_a_reward_that_is_nan_as_none():
     groups = [group(str(i), [nan]) for i in range(30)]
     shown = [row["id"] for rank in (0, 1) for row in page.held_out_rows(groups[rank::2], CFG, "after", 9, rank, 2)]
     assert sorted(map(int, shown)) == list(range(12)) and page.held_out_rows(groups, CFG, "during", 5, 0, 1) == []
@@ -99,13 +101,13 @@ def test_equal_pictures_are_stored_once_as_thumbnails_and_long_texts_are_cut_in_
     large = {}
     assert page._thumbnail(picture(1, (1600, 800)), large)[1:] == [1600, 800]
     with Image.open(page.BytesIO(base64.b64decode(*large.values()))) as image:
-        assert (image.format, image.size) == ("JPEG", (400, 200))
+        assert (image.format, image.size) == ("JPEG", (320, 160))
 
 
 # --- the files --------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_drops_rows_after_its_step_and_damaged_lines_and_replaces_repeated_evaluations(tmp_path):
+def test_a_resumed_run_drops_later_rows_and_damaged_lines_and_replaces_repeated_evaluations(tmp_path):
     file = tmp_path / "trajectories.jsonl"
     for name, step, when in (("a", 0, "before"), ("b", 1, ""), ("c", 2, ""), ("d", 3, ""), ("a", 0, "before")):
         page.append(file, [page.group_row(group(name, [0.0, 1.0]), CFG, when, step, None if when else "")])
@@ -114,12 +116,13 @@ def test_a_resumed_run_drops_rows_after_its_step_and_damaged_lines_and_replaces_
                       b'{"step": 1, "when": [], "id": {}, "rollouts": [1], "pictures": {}}\n'
                       b'{"step": 2, "when": "", "id": "c')
     page.append(tmp_path / "trajectories-1.jsonl", [page.group_row(group("other rank", [1.0]), CFG, "", 2, "flat")])
-    assert [(row["id"], row["step"]) for row in page.merge(tmp_path, 2)] == [("a", 0), ("b", 1), ("other rank", 2), ("c", 2)]
+    kept = [(row["id"], row["step"]) for row in page.merge(tmp_path, 2)]
+    assert kept == [("a", 0), ("b", 1), ("other rank", 2), ("c", 2)]
     page.append(file, [page.group_row(group("e", [1.0]), CFG, "", 3, "flat")])
     page.write(tmp_path)
     assert [row["id"] for row in rows_of(tmp_path / "trajectories.html")["rows"]] == ["a", "b", "other rank", "c", "e"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trajectories.html", "trajectories.jsonl"]
-    assert page.merge(tmp_path, -1) == []                                        # a fresh run in a folder with an old page
+    assert page.merge(tmp_path, -1) == []                            # a fresh run in a folder with an old page
     page.write(tmp_path)
     assert rows_of(tmp_path / "trajectories.html")["rows"] == []
 
@@ -132,11 +135,17 @@ def test_the_page_stays_under_20_mb_and_still_shows_every_step(tmp_path):
     page.write(tmp_path)
     shown = rows_of(tmp_path / "trajectories.html")["rows"]
     assert {row["step"] for row in shown} == set(range(10)) and 12 <= len(shown) < 20
+    for step in range(30):                       # not even one a step: the first and the last stay
+        page.append(tmp_path / "trajectories.jsonl", [row | {
+            "step": step, "id": "p", "pictures": {f"{step}": "A" * 1_000_000}}])
+    page.write(tmp_path)
+    shown = [row["step"] for row in rows_of(tmp_path / "trajectories.html")["rows"]]
+    assert len(set(shown)) == len(shown) == 16 and {0, 1, 2, 27, 28, 29} < set(shown)
     assert all((tmp_path / name).stat().st_size < 20e6 for name in ("trajectories.html", "trajectories.jsonl"))
 
 
 def hostile(folder):
-    """A page with a right trajectory of one call and a wrong one of two, everything in them hostile; and a tame group."""
+    """A page with a right trajectory of one call and a wrong one of two, everything in them hostile, and a tame group."""
     text = "\n".join(HOSTILE)
     problem = Problem(text, text, text, "choice", [text], videos=("v.mp4",), about=text)
     bad = Group(problem, [trajectory(problem, 1.1, 1, text), trajectory(problem, 0.0, 2, text)])
@@ -144,7 +153,8 @@ def hostile(folder):
         traj.images, traj.grids, traj.n_image_tokens, traj.answer, traj.failure = [], [], 0, text, text
         traj.turns[0].content = traj.turns[0].text = text
         traj.turns[0].result.status = "error"
-    page.append(folder / "trajectories.jsonl", [page.group_row(bad, CFG, text), page.group_row(group("tame", [1.1, 0.0, 0.0]), CFG, "", 1, "")])
+    tame = group("tame", [1.1, 0.0, 0.0])
+    page.append(folder / "trajectories.jsonl", [page.group_row(bad, CFG, text), page.group_row(tame, CFG, "", 1, "")])
     page.write(folder)
     return folder / "trajectories.html"
 
@@ -155,7 +165,8 @@ def test_hostile_text_is_escaped_and_only_the_pages_own_script_may_run(tmp_path)
     assert not set("<>&\u2028\0") & set(data) and data.isascii()
     assert json.loads(data)["rows"][0]["question"] == "\n".join(HOSTILE).replace("\udc00", "\\udc00")
     template = page.TEMPLATE.read_text("utf-8")
-    assert text.count("<script") == 2 and not re.search(r"(src|href)=|https?:|innerHTML =|insertAdjacent|document\.write|eval\(", template)
+    assert text.count("<script") == 2
+    assert not re.search(r"(src|href)=|https?:|innerHTML =|insertAdjacent|document\.write|eval\(", template)
     script = text.split("<script>")[1].split("</script>")[0]
     assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in text.split("script-src")[1][:70]
     assert "default-src 'none'" in text and "unsafe" not in text
@@ -174,9 +185,10 @@ def browse(tmp_path_factory):
 
     def open_page(address, *flags):
         done = subprocess.run(
-            [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-             "--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}", "--hide-scrollbars", "--window-size=1280,900",
-             *flags, f"file://{file}#{address}"], capture_output=True, timeout=120)
+            [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+             "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+             f"--user-data-dir={folder / 'profile'}", "--window-size=1280,900", *flags, f"file://{file}#{address}"],
+            capture_output=True, timeout=120)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout.decode()
     return open_page
