@@ -21,10 +21,12 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
@@ -39,7 +41,7 @@ from transformers import Cache, GenerationConfig, LogitsProcessor  # noqa: E402
 from pyvision_mini.config import Config  # noqa: E402
 from pyvision_mini.policy import Policy, fit_image, load_policy  # noqa: E402
 from pyvision_mini.prompts import IM_END, TEMPLATES, observation_segments, prompt_segments  # noqa: E402
-from pyvision_mini.rollout import _Layer, rollout  # noqa: E402
+from pyvision_mini.rollout import _History, _Layer, rollout  # noqa: E402
 from pyvision_mini.sandbox import SandboxPool  # noqa: E402
 from pyvision_mini.trajectory import Group, Problem, ToolResult  # noqa: E402
 
@@ -96,21 +98,36 @@ class Episodes:
         policy.model.generate = partial(self._generate, policy.model.generate)
 
     def _generate(self, generate, *args, logits_processor=(), **kwargs):
-        texts, end = self.turns[len(self.starts)], self.policy.stop_ids[0]
+        if self.rows is None:                    # a turn of all rows
+            texts = self.turns[turn := len(self.starts)]
+            shares = {turn: 1.0}
+        else:                                    # ours samples rows together that are in different turns
+            places = [(len(row.traj.turns), self.order.setdefault(id(row), len(self.order))) for row in self.rows]
+            texts = [self.turns[turn][i][row.n_written:] for (turn, i), row in zip(places, self.rows)]
+            n = sorted(map(len, texts))[(len(texts) - 1) // 2]               # tokens until half of the turns have ended
+            shares = Counter(turn for (turn, _), ids in zip(places, texts) for _ in ids[:n])
         self.starts.append((time.perf_counter(), ATTENTION[0]))
-        width = max(map(len, texts))
+        self.shares.append(shares)
+        width, end = max(map(len, texts)), self.policy.stop_ids[0]
         forced = Forced(torch.tensor([ids + [end] * (width - len(ids)) for ids in texts]))
         return generate(*args, logits_processor=[*logits_processor, forced], **kwargs)
 
     @contextmanager
     def timed(self):
-        """Around one run → `times`: all of it, and each turn from its generate to the next one's, attention by itself."""
-        self.starts, started, cpu = [], time.perf_counter(), time.process_time()
+        """Around one run → `times`: all of it, and each turn from its generate to the next one's, attention by itself.
+
+        A generate of rows in different turns counts for each by its share of the tokens sampled.
+        """
+        self.starts, self.shares, self.rows, self.order = [], [], None, {}
+        started, cpu = time.perf_counter(), time.process_time()
         yield
         ends = [*self.starts[1:], (time.perf_counter(), ATTENTION[0])]
-        self.times = {"seconds": ends[-1][0] - started, "cpu": time.process_time() - cpu}
-        for k, (begin, end) in enumerate(zip(self.starts, ends), 1):
-            self.times |= {f"turn_{k}": end[0] - begin[0], f"attention_{k}": end[1] - begin[1]}
+        turns = {f"{kind}_{k}": 0.0 for kind in ("turn", "attention") for k in range(1, len(self.turns) + 1)}
+        for begin, end, shares in zip(self.starts, ends, self.shares):
+            for turn, n in shares.items():
+                for i, kind in enumerate(("turn", "attention")):
+                    turns[f"{kind}_{turn + 1}"] += (end[i] - begin[i]) * n / sum(shares.values())
+        self.times = {"seconds": ends[-1][0] - started, "cpu": time.process_time() - cpu, **turns}
 
 
 ATTENTION, _attention = [0.0], F.scaled_dot_product_attention
@@ -154,7 +171,13 @@ class Cropper:
 
 
 def sample(episodes: Episodes, pool=Cropper()) -> list[Group]:
-    with episodes.timed():
+    generate = _History.generate
+
+    def noted(history: _History, rows: list, *args) -> None:
+        episodes.rows = rows
+        generate(history, rows, *args)
+
+    with episodes.timed(), patch.object(_History, "generate", noted):
         return rollout(episodes.policy, episodes.problems, episodes.cfg, pool, n_samples=episodes.group)
 
 
@@ -340,8 +363,8 @@ def main() -> None:
     torch.set_num_threads(1)
     F.scaled_dot_product_attention = timed_attention
     print(machine())
-    settings = [(4, 8, n, 16, 5) for n in (1, 2, 3, 4, 8)] + [(4, g, 3, 16, 3) for g in (1, 2, 4, 16)]
-    settings += [(1, 4, 3, n, 3) for n in (16, 64, 256, 1024)]
+    settings = [(4, 8, n, 16, 5) for n in (3, 8, 1)] + [(4, g, 3, 16, 3) for g in (1, 16)]
+    settings += [(4, 8, 3, 64, 3), (4, 8, 8, 64, 3), (1, 8, 3, 256, 3), (1, 8, 3, 1024, 3)]
     with (Path(__file__).parent.parent / "docs/logs/rollout.jsonl").open("w") as log:
         for setting in settings:
             compare(*setting, log)

@@ -1,9 +1,9 @@
 """Problems → Groups of sampled trajectories: HF `generate` with one KV cache for the whole trajectory, then the sandbox.
 
 The prompt is computed once per problem and its cache shared by the group. In each later turn only what is new (the
-last sampled token, the observation) is computed. Rows end a turn at different lengths: what pads the shorter ones stays
-in the cache as a hole that the attention mask hides, and each row keeps its own positions.
-Axes: B rows of the batch, T columns of the history (cache included), N tokens sampled this turn, V vocabulary.
+last sampled token, the observation) is computed. Rows write turns of very different lengths: as soon as half of them
+have ended theirs, `generate` returns, code runs, and those rows begin their next turn beside the ones still writing.
+Axes: B rows of the batch, T columns of the history (cache included), N newest columns, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pyvision_mini.sandbox import SandboxError, SandboxPool, SandboxSession
 from pyvision_mini.trajectory import EndReason, Group, Problem, ToolResult, Trajectory, Turn
 
 CALL_THREADS = 32  # calls in flight; the pool's slots decide how many of them run at once
+CODE_STOP_TOKENS = 8  # hold any "</code>", which has 7 bytes, and what one token may bring after it
 
 
 def mix_seed(*parts: int) -> int:
@@ -47,6 +48,9 @@ class _Row:
     session: SandboxSession | None = None
     pos_3L: np.ndarray = field(default_factory=lambda: np.zeros((3, 0), dtype=np.int64))    # M-RoPE positions
     n_new: int = 1                           # its last tokens that are not in the cache
+    n_written: int = 0                       # tokens sampled so far of the turn it is writing
+    stopped: bool | None = None              # how that turn ended: by a stop or by its limit; None: it goes on
+    seconds: float = 0.0                     # generation time of that turn
 
     def extend(self, policy: Policy, ids: list[int], images: list[SeenImage] = (), logps: list[float] | None = None) -> None:
         """Append sampled tokens (with their log-probs) or observed ones (with their images) and their positions."""
@@ -200,44 +204,38 @@ def _open_rows(policy: Policy, batch: list[Group], cfg: Config, pool: SandboxPoo
 def _run_batch(policy: Policy, rows: list[_Row], cfg: Config, pool: SandboxPool, seen: dict[bytes, SeenImage],
                tick: Callable[[str, float], None]) -> None:
     """All turns of the rows: generate, act, observe, drop the finished rows, go on with the same cache."""
-    if not rows:
-        return
-    history = _History(policy, rows)
-    for turn in range(cfg.max_turns + 1):
+    history = _History(policy, rows) if rows else None
+    while rows:
         started = time.perf_counter()
-        limits = [min(cfg.max_turn_tokens, cfg.max_response_tokens - len(r.traj.ids) + r.traj.n_prompt) for r in rows]
-        sampled = history.generate(rows, limits, cfg.temperature, tick)
+        history.generate(rows, cfg, tick)
         seconds = time.perf_counter() - started
         tick("generate", seconds)
-        n_live = len(rows)
-        calls = [row for row, (ids, logps, stopped) in zip(rows, sampled)
-                 if _act(policy, row, ids, logps, stopped, seconds, last=turn == cfg.max_turns)]
+        for row in rows:
+            row.seconds += seconds
+        calls = [row for row in rows if row.stopped is not None and _act(policy, row, cfg.max_turns)]
         with ThreadPoolExecutor(max_workers=CALL_THREADS) as threads:
             for _ in threads.map(lambda row: _call(row, pool), calls):
                 tick("calls", 1)
         tick("sandbox", time.perf_counter() - started - seconds)
         _observe(policy, calls, cfg, seen)
-        rows = [row for row in rows if row.traj.end is None]
+        n_live, rows = len(rows), [row for row in rows if row.traj.end is None]
         tick("trajectories", n_live - len(rows))
-        if not rows:
-            return
 
 
-def _act(policy: Policy, row: _Row, ids: list[int], logps: list[float], stopped: bool, seconds: float,
-         last: bool) -> bool:
-    """Append the sampled turn and say whether its code is to be run; any other turn ends the trajectory."""
-    row.extend(policy, ids, logps=logps)
-    text = policy.decode(ids)
+def _act(policy: Policy, row: _Row, max_turns: int) -> bool:
+    """Close the turn that was sampled and say whether its code is to be run; any other turn ends the trajectory."""
+    text = policy.decode(row.traj.ids[-row.n_written:])
     action = parse_action(text)
-    row.traj.turns.append(Turn(text, action.kind, action.content, n_tokens=len(ids), seconds=seconds))
-    if not stopped:                              # cut by its token limit: whatever it holds is not what was meant
+    row.traj.turns.append(Turn(text, action.kind, action.content, n_tokens=row.n_written, seconds=row.seconds))
+    if not row.stopped:                          # cut by its token limit: whatever it holds is not what was meant
         row.end(EndReason.TOO_LONG)
     elif action.kind == "answer":
         row.end(EndReason.ANSWERED)
     elif action.kind == "none":
         row.end(EndReason.NO_ACTION)
-    elif last:
+    elif len(row.traj.turns) > max_turns:
         row.end(EndReason.OUT_OF_TURNS)
+    row.n_written, row.seconds = 0, 0.0
     return row.traj.end is None
 
 
@@ -274,7 +272,7 @@ def _observe(policy: Policy, rows: list[_Row], cfg: Config, seen: dict[bytes, Se
             row.end(EndReason.TOO_LONG)
         else:
             row.extend(policy, ids, images)
-            row.n_new = 1 + len(ids)             # the last sampled token never went through the model
+            row.n_new += len(ids)                # beside the last sampled token, which never went through the model
             turn.n_observation_tokens = len(ids)
 
 
@@ -342,10 +340,11 @@ class _History:
         vision = {"mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=tuple(features))}}
         return *(torch.from_numpy(a).to(self.policy.device) for a in (ids_BN, mask_BT, pos_4BN)), vision if features else {}
 
-    def generate(self, rows: list[_Row], limits: list[int], temperature: float,
-                 tick: Callable[[str, float], None]) -> list[tuple[list[int], list[float], bool]]:
-        """Sample one turn of every row → (ids, log-probs, whether it ended in a stop), the stop token included."""
-        policy, starts, n_new = self.policy, self._starts(rows), max(row.n_new for row in rows)
+    def generate(self, rows: list[_Row], cfg: Config, tick: Callable[[str, float], None]) -> None:
+        """Sample until half of the rows have ended their turn; extend all by what they wrote, the stop token included."""
+        policy, starts = self.policy, self._starts(rows)
+        # A turn that goes on shows the end of what it has written, which may be half of a </code>.
+        n_new = max(CODE_STOP_TOKENS if row.n_written else row.n_new for row in rows)
         ids_BN, mask_BT, pos_4BN, vision = self._columns(rows, n_new)
         # The rows move so that their newest columns line up; a row with fewer new ones computes some again.
         rows_B, shift_B = torch.tensor([(self.places[id(row)][0], self.places[id(row)][1] - start)
@@ -354,16 +353,21 @@ class _History:
         for layer in self.cache.layers:
             layer.pick(rows_B, columns_BT.clamp(min=0))
         self.places = {id(row): place for row, place in zip(rows, enumerate(starts))}
-        limits_B = torch.tensor(limits, device=policy.device)
-        stop = _TurnStop(policy, n_new, limits_B, tick)
-        recorder = _Recorder(policy.suppressed, temperature)
+        limits = [min(cfg.max_turn_tokens - row.n_written, cfg.max_response_tokens - len(row.traj.ids) + row.traj.n_prompt)
+                  for row in rows]
+        begins = [max(n_new - row.n_written, 0) for row in rows]
+        stop = _TurnStop(policy, n_new, begins, torch.tensor(limits, device=policy.device), tick)
+        recorder = _Recorder(policy.suppressed, cfg.temperature)
         out = policy.model.generate(input_ids=ids_BN, attention_mask=mask_BT, position_ids=pos_4BN, cache=self.cache,
                                     max_new_tokens=max(limits), logits_processor=[recorder], stopping_criteria=[stop],
                                     **vision)
         new_BN = out.sequences[:, n_new:]
-        n_B = torch.minimum(stop.length(new_BN), limits_B).tolist()
-        return [(ids[:n], logps[:n], s) for ids, logps, n, s in
-                zip(new_BN.tolist(), recorder.finish(new_BN).tolist(), n_B, stop.stopped.tolist())]
+        for row, ids, logps, n, stopped in zip(rows, new_BN.tolist(), recorder.finish(new_BN).tolist(),
+                                               stop.lengths.tolist(), stop.stopped.tolist()):
+            row.stopped = stopped if n else None
+            n = n or len(ids)                    # it goes on
+            row.extend(policy, ids[:n], logps=logps[:n])
+            row.n_new, row.n_written = 1, row.n_written + n
 
 
 class _Recorder(LogitsProcessor):
@@ -389,13 +393,18 @@ class _Recorder(LogitsProcessor):
 
 
 class _TurnStop(StoppingCriteria):
-    """A row's turn ends at a stop id, right after its own </code>, or at its own token limit. The prompt never counts."""
+    """A row's turn ends at a stop id, right after its own </code>, or at its own token limit. The prompt never counts.
 
-    def __init__(self, policy: Policy, width: int, limits_B: torch.Tensor, tick: Callable[[str, float], None]):
-        self.policy, self.width, self.limits_B, self.tick = policy, width, limits_B, tick
+    All stop once half of the rows have ended their turn: a long one does not hold up the others' next turns.
+    """
+
+    def __init__(self, policy: Policy, width: int, begins: list[int], limits_B: torch.Tensor,
+                 tick: Callable[[str, float], None]):
+        """`begins`: the column in which the turn of each row begins, `width` if it has not begun."""
+        self.policy, self.width, self.begins, self.limits_B, self.tick = policy, width, begins, limits_B, tick
         self.stop_ids = torch.tensor(policy.stop_ids, device=policy.device)
         self.stopped = torch.zeros_like(limits_B, dtype=torch.bool)
-        self.lengths = torch.zeros_like(limits_B)        # 0 while the row is running
+        self.lengths = torch.zeros_like(limits_B)        # sampled here until the turn ended; 0: it goes on
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
         n, last_B = input_ids.shape[1] - self.width, input_ids[:, -1]
@@ -403,17 +412,14 @@ class _TurnStop(StoppingCriteria):
         self.tick("tokens", int(running_B.sum()))
         stop_B = running_B & torch.isin(last_B, self.stop_ids)
         for i in (running_B & torch.isin(last_B, self.policy.closing_ids)).nonzero()[:, 0].tolist():
-            # A "</code>" is at most 7 bytes, hence 7 tokens; decoding 8 keeps the cost flat.
-            tail = self.policy.decode(input_ids[i, self.width:][-8:].tolist())
-            before = self.policy.decode(input_ids[i, self.width:-1][-7:].tolist())
+            ids = input_ids[i, self.begins[i]:][-CODE_STOP_TOKENS:].tolist()         # few: the cost stays flat
+            tail, before = self.policy.decode(ids), self.policy.decode(ids[:-1])
             stop_B[i] |= tail.lower().count(CODE_STOP) > before.lower().count(CODE_STOP)
         self.stopped |= stop_B
         ended_B = stop_B | (running_B & (n >= self.limits_B))
         self.lengths[ended_B] = n
-        return self.lengths > 0
-
-    def length(self, new_BN: torch.Tensor) -> torch.Tensor:
-        return torch.where(self.lengths > 0, self.lengths, new_BN.shape[1])
+        over_B = self.lengths > 0
+        return over_B | (2 * over_B.sum() >= len(over_B))
 
 
 def choose_attention(policy: Policy) -> str:

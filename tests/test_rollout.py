@@ -54,6 +54,7 @@ def play(policy, pool, monkeypatch):
     def generate_forced(history, rows, *args):
         turns = [row.script[len(row.traj.turns)] for row in rows]
         forced[:] = [policy.encode([t] if "</code>" in t else [t, IM_END]) if isinstance(t, str) else t for t in turns]
+        forced[:] = [ids[row.n_written:] for ids, row in zip(forced, rows)]
         return generate(history, rows, *args)
 
     class Forced(module._Recorder):
@@ -241,6 +242,29 @@ def test_tags_in_the_prompt_stop_and_score_nothing_and_each_row_stops_on_its_own
     for traj in trajs:
         score(traj, Config())
     assert [traj.correct for traj in trajs] == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_a_code_stop_cut_by_anothers_turn_is_seen_whole(policy, play, cut):
+    """The short row's end interrupts the other one after `cut` tokens: anywhere within its "</code>"."""
+    pieces = sum([policy.encode([char]) for char in "</code>"], [])
+    ids = policy.encode(["a"]) + pieces
+    assert policy.decode(ids) == "a</code>"
+    short, cut_row = play((ask("p"), [[policy.encode(["b"]) * (cut - 1) + [policy.stop_ids[0]]], [ids, [policy.stop_ids[0]]]]))
+    assert sampled(short)[-1] == policy.stop_ids[0] and short.end == End.NO_ACTION
+    assert (cut_row.turns[0].text, cut_row.turns[0].n_tokens) == ("a</code>", len(ids))
+    assert_exact(policy, [short, cut_row])
+
+
+def test_a_long_turn_does_not_hold_up_the_others(policy, play):
+    steps, long, short = [], policy.encode(["hm " * 30, IM_END]), code("x = 1")
+    trajs = play((ask("p", SMALL), [[long], *[[short, short, short, ANSWER] for _ in range(3)]]),
+                 tick=lambda kind, n: steps.append(n) if kind == "tokens" else None)
+    lengths = [[turn.n_tokens for turn in traj.turns] for traj in trajs]
+    assert [traj.end for traj in trajs] == [End.NO_ACTION] + 3 * [End.ANSWERED]
+    assert len(lengths[0]) == 1 and sum(steps) == sum(map(sum, lengths))
+    assert len(steps) == max(sum(lengths[0]), sum(lengths[1])) < lengths[0][0] + sum(lengths[1][1:])
+    assert_exact(policy, trajs)
 
 
 def test_every_way_to_end_has_its_reason_and_its_reward(play):
