@@ -1,8 +1,8 @@
 """Problems → Groups of sampled trajectories: HF `generate` with one KV cache for the whole trajectory, then the sandbox.
 
 The prompt is computed once per problem and its cache shared by the group. In each later turn only what is new (the
-last sampled token, the observation) is computed. Rows write turns of very different lengths: as soon as half of them
-have ended theirs, `generate` returns, code runs, and those rows begin their next turn beside the ones still writing.
+last sampled token, the observation) is computed. Where a few rows write far longer than the others, `generate` returns
+before they have ended: the others' code runs, and they begin their next turn beside the ones still writing.
 Axes: B rows of the batch, T columns of the history (cache included), N newest columns, V vocabulary.
 """
 
@@ -30,6 +30,7 @@ from pyvision_mini.sandbox import SandboxError, SandboxPool, SandboxSession
 from pyvision_mini.trajectory import EndReason, Group, Problem, ToolResult, Trajectory, Turn
 
 CALL_THREADS = 32  # calls in flight; the pool's slots decide how many of them run at once
+WAIT_STEPS = 16    # decode steps that computing a turn's observations and starting `generate` anew are taken to cost
 CODE_STOP_TOKENS = 8  # hold any "</code>", which has 7 bytes, and what one token may bring after it
 
 
@@ -341,7 +342,7 @@ class _History:
         return *(torch.from_numpy(a).to(self.policy.device) for a in (ids_BN, mask_BT, pos_4BN)), vision if features else {}
 
     def generate(self, rows: list[_Row], cfg: Config, tick: Callable[[str, float], None]) -> None:
-        """Sample until half of the rows have ended their turn; extend all by what they wrote, the stop token included."""
+        """Sample until enough rows have ended their turn; extend all by what they wrote, the stop token included."""
         policy, starts = self.policy, self._starts(rows)
         # A turn that goes on shows the end of what it has written, which may be half of a </code>.
         n_new = max(CODE_STOP_TOKENS if row.n_written else row.n_new for row in rows)
@@ -395,7 +396,8 @@ class _Recorder(LogitsProcessor):
 class _TurnStop(StoppingCriteria):
     """A row's turn ends at a stop id, right after its own </code>, or at its own token limit. The prompt never counts.
 
-    All stop once half of the rows have ended their turn: a long one does not hold up the others' next turns.
+    All stop once the rows that ended theirs have idled for as many row-steps as another start costs all rows: a long
+    turn holds up nobody, and whatever the lengths are, waiting and starting cost at most twice what the better one would.
     """
 
     def __init__(self, policy: Policy, width: int, begins: list[int], limits_B: torch.Tensor,
@@ -405,11 +407,14 @@ class _TurnStop(StoppingCriteria):
         self.stop_ids = torch.tensor(policy.stop_ids, device=policy.device)
         self.stopped = torch.zeros_like(limits_B, dtype=torch.bool)
         self.lengths = torch.zeros_like(limits_B)        # sampled here until the turn ended; 0: it goes on
+        self.idled = 0                                   # row-steps of rows that had ended
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
         n, last_B = input_ids.shape[1] - self.width, input_ids[:, -1]
         running_B = self.lengths == 0
-        self.tick("tokens", int(running_B.sum()))
+        n_running, B = int(running_B.sum()), len(running_B)
+        self.idled += B - n_running
+        self.tick("tokens", n_running)
         stop_B = running_B & torch.isin(last_B, self.stop_ids)
         for i in (running_B & torch.isin(last_B, self.policy.closing_ids)).nonzero()[:, 0].tolist():
             ids = input_ids[i, self.begins[i]:][-CODE_STOP_TOKENS:].tolist()         # few: the cost stays flat
@@ -419,7 +424,7 @@ class _TurnStop(StoppingCriteria):
         ended_B = stop_B | (running_B & (n >= self.limits_B))
         self.lengths[ended_B] = n
         over_B = self.lengths > 0
-        return over_B | (2 * over_B.sum() >= len(over_B))
+        return over_B | (n_running < B and self.idled >= WAIT_STEPS * B)
 
 
 def choose_attention(policy: Policy) -> str:

@@ -245,8 +245,9 @@ def test_tags_in_the_prompt_stop_and_score_nothing_and_each_row_stops_on_its_own
 
 
 @pytest.mark.parametrize("cut", range(1, 9))
-def test_a_code_stop_cut_by_anothers_turn_is_seen_whole(policy, play, cut):
-    """The short row's end interrupts the other one after `cut` tokens: anywhere within its "</code>"."""
+def test_a_code_stop_cut_by_anothers_turn_is_seen_whole(policy, play, monkeypatch, cut):
+    """The short row's end interrupts the other one a token after its `cut` tokens: anywhere within its "</code>"."""
+    monkeypatch.setattr(module, "WAIT_STEPS", 0)
     pieces = sum([policy.encode([char]) for char in "</code>"], [])
     ids = policy.encode(["a"]) + pieces
     assert policy.decode(ids) == "a</code>"
@@ -263,7 +264,9 @@ def test_a_long_turn_does_not_hold_up_the_others(policy, play):
     lengths = [[turn.n_tokens for turn in traj.turns] for traj in trajs]
     assert [traj.end for traj in trajs] == [End.NO_ACTION] + 3 * [End.ANSWERED]
     assert len(lengths[0]) == 1 and sum(steps) == sum(map(sum, lengths))
-    assert len(steps) == max(sum(lengths[0]), sum(lengths[1])) < lengths[0][0] + sum(lengths[1][1:])
+    short, waited = lengths[1], -(-4 * module.WAIT_STEPS // 3)               # 4 rows' starts, 3 rows idle
+    # They wait twice; the long turn ends while they write for the third time.
+    assert len(steps) == sum(short) + 2 * waited < lengths[0][0] + sum(short[1:])
     assert_exact(policy, trajs)
 
 
