@@ -142,3 +142,17 @@ def test_a_log_keeps_what_is_drawn(study, tmp_path):
     assert head == {"setting": "base", "seed": 3, "seconds": 9.0}
     assert line["flat"] == 2 and "loss" not in line and "dropped" not in line
     assert evaluation == {"step": 0, "held_out": 0.5, "held_out_calls": 2.0}
+
+
+def test_a_difference_from_the_baseline_is_taken_seed_by_seed(study, monkeypatch):
+    monkeypatch.setattr(study, "COLUMNS", {"held_out": "held out"})
+    runs = {"base": {0: log([], {24: 0.25}), 1: log([], {24: 0.75})},        # the seeds differ by 0.5, the settings
+            "max_turns": {0: log([], {24: 0.125}), 1: log([], {24: 0.625})}}   # by 0.125 in each of them
+    assert study.table(runs).splitlines()[1:] == [
+        "24 steps               held out", "baseline              0.500 ±0.250", "2 turns, not 4        0.375 ±0.250",
+        "  minus baseline     -0.125 ±0.000"]
+
+
+def test_the_page_quotes_what_the_logs_say(study):
+    assert f"```text\n{study.report(study.load(ROOT / 'docs' / 'logs' / 'study'))}\n```\n" in (
+        ROOT / "docs" / "study.md").read_text()
