@@ -63,8 +63,8 @@ PANELS = {"accuracy": "accuracy (dots: held out)", "calls": "tool calls", "repea
 def log_rows(run: Path, about: dict) -> list[dict]:
     """A run's folder → what its log keeps."""
     summary = json.loads((run / "summary.json").read_text())
-    steps = [{key: row[key] for key in KEYS} | {"flat": row["dropped"].get("flat", 0)}
-             for row in read_metrics(run / "metrics.jsonl")]
+    metrics = read_metrics(run / "metrics.jsonl")
+    steps = [{key: row[key] for key in KEYS} | {"flat": row["dropped"].get("flat", 0)} for row in metrics]
     held_out = [{"step": e["step"], "held_out": e["accuracy"], "held_out_calls": e["tool_calls"]}
                 for e in summary["evaluations"]]
     return [about | {"seconds": summary["seconds"]}, *steps, *held_out]
@@ -158,8 +158,7 @@ def draw(axes, runs: dict[str, dict[int, list[dict]]], settings: list[str], key:
     """A line with its band per setting, the reference first; with accuracy, the held-out points."""
     for i, setting in enumerate(settings):
         steps, means, errors = zip(*band(runs[setting], key))
-        seeds = f"{len(runs[setting])} seed{'s' * (len(runs[setting]) > 1)}"
-        axes.plot(steps, means, color=f"C{i}", label=f"{SETTINGS[setting].label}, {seeds}")
+        axes.plot(steps, means, color=f"C{i}", label=f"{SETTINGS[setting].label} ({len(runs[setting])})")
         axes.fill_between(steps, [m - e for m, e in zip(means, errors)], [m + e for m, e in zip(means, errors)],
                           color=f"C{i}", alpha=0.2, linewidth=0)
         if key == "accuracy":
@@ -175,8 +174,10 @@ def pictures(runs: dict[str, dict[int, list[dict]]], docs: Path) -> None:
     ablations = [["base", name] for name in runs if name != "base" and SETTINGS[name].against == "base"]
     pairs = [pair for pair in (["base", "tool_reward"], ["long", "long_tool_reward"]) if set(pair) <= set(runs)]
     for name, rows, keys in (("study_ablations", ablations, list(PANELS)), ("tool_reward", pairs, list(PANELS)[:3])):
+        if not rows:
+            continue
         figure = Figure(figsize=(3.4 * len(keys), 3.2 * len(rows)), layout="constrained")
-        figure.suptitle(f"lines smoothed over {WINDOW} steps; bands and bars: ± standard error over seeds", fontsize=10)
+        figure.suptitle(f"smoothed over {WINDOW} steps; bands and bars: ± standard error over (n) seeds", fontsize=10)
         for settings, panels in zip(rows, figure.subplots(len(rows), len(keys), squeeze=False)):
             for axes, key in zip(panels, keys):
                 draw(axes, runs, settings, key)
@@ -194,7 +195,8 @@ def main() -> None:
         for name, seed in tqdm(plan, desc="runs"):
             if not (log := logs / f"{name}-{seed}.jsonl").is_file():
                 train(name, seed, log)
-    text = report(runs := load(logs))
+    assert "base" in (runs := load(logs)), f"{logs} holds no run of the baseline: start without --draw"
+    text = report(runs)
     print(text)
     head, start, rest = (docs / "study.md").read_text().partition("```text\n")
     (docs / "study.md").write_text(f"{head}{start}{text}\n```{rest.partition('```')[2]}")
