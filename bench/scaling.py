@@ -60,7 +60,7 @@ def main() -> None:
             # fp32 weights, gradients and two Adam moments sharded; a whole bf16 replica; at the start the whole fp32 model.
             sharded, replica, loading = 16 * trained / RANKS, 2 * total, 4 * total + 2 * total
             # Kept per layer by checkpointing, one layer's recomputed insides, and one chunk of fp32 logits with its gradient.
-            activations = tokens * (layers * hidden + 6 * inner + 8 * hidden) * 2 + 3 * 1024 * vocab * 4
+            activations = tokens * (layers * hidden + 6 * inner + 8 * hidden) * 2 + 3 * 256 * vocab * 4
             update = sharded + replica + activations
             room = memory * 0.9 * GB - sharded - replica
             rows = int(room / (cache * length))

@@ -42,13 +42,29 @@ def logprobs(logits_NV: Tensor, ids_N: Tensor, temperature: float = 1.0, suppres
     fp32 whatever the logits are: a bf16 log-softmax is off by 1e-2, more than a whole policy update.
     Suppressed ids are never sampled, so they never occur in ids_N (they would score −inf).
     """
-    logits_NV = sampling_logits(logits_NV, temperature, suppressed)
-    return logits_NV.gather(-1, ids_N[:, None]).squeeze(-1) - logits_NV.logsumexp(-1)
+    return _Logprobs.apply(sampling_logits(logits_NV, temperature, suppressed), ids_N)
+
+
+class _Logprobs(torch.autograd.Function):
+    """Writes one gradient of the logits' size, in place; autograd's own backward of the same takes four."""
+
+    @staticmethod
+    def forward(ctx, logits_NV: Tensor, ids_N: Tensor) -> Tensor:
+        lse_N = logits_NV.logsumexp(-1)
+        ctx.save_for_backward(logits_NV, ids_N, lse_N)
+        return logits_NV.gather(-1, ids_N[:, None])[:, 0] - lse_N
+
+    @staticmethod
+    def backward(ctx, grad_N: Tensor) -> tuple[Tensor, None]:
+        logits_NV, ids_N, lse_N = ctx.saved_tensors
+        grad_NV = (logits_NV - lse_N[:, None]).exp_().mul_(-grad_N[:, None])             # −softmax · grad
+        return grad_NV.scatter_add_(-1, ids_N[:, None], grad_N[:, None]), None
 
 
 def entropy_from_logits(logits_NV: Tensor, temperature: float = 1.0, suppressed: Sequence[int] = ()) -> Tensor:
     """Entropy in nats of the sampling distribution at each token, [N] fp32."""
-    return torch.special.entr(sampling_logits(logits_NV, temperature, suppressed).softmax(-1)).sum(-1)
+    parts = sampling_logits(logits_NV, temperature, suppressed).split(16)    # which stay in a CPU's cache: twice as fast
+    return torch.cat([torch.special.entr(part.softmax(-1)).sum(-1) for part in parts])
 
 
 def token_logprobs(logits_BTV: Tensor, ids_BT: Tensor, temperature: float = 1.0,

@@ -42,7 +42,7 @@ from pyvision_mini.trajectory import Group, Problem, Trajectory
 
 # For ranks with fewer micro-batches than others: it costs nothing and changes nothing.
 SPARE = Trajectory(Problem("spare", "", ""), ids=[0, 0], action_mask=[0, 1], logps=[nan, 0.0])
-HEAD_CHUNK = 1024  # action tokens whose logits exist at once: 0.6 GB in fp32 at Qwen's 151,936 ids
+HEAD_CHUNK = 256  # action tokens whose logits exist at once: 0.16 GB in fp32 at Qwen's 151,936 ids
 
 
 @dataclass
