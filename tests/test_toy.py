@@ -85,7 +85,7 @@ def test_the_cold_start_answers_some_calls_the_tool_mostly_and_makes_errors(prob
     for traj in trajs:
         score(traj, cfg)
     results = [turn.result for traj in trajs for turn in traj.turns if turn.result]
-    assert 0.35 < np.mean([traj.correct for traj in trajs]) < 0.6
+    assert 0.35 < np.mean([traj.correct for traj in trajs]) < 0.7     # 0.485 and 0.585 of 200, give or take 0.045 of 120
     assert np.mean([bool(traj.turns[0].result) for traj in trajs]) > 0.6
     assert 0.02 < np.mean([result.status == "error" for result in results]) < 0.4
 
