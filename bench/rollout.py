@@ -36,12 +36,12 @@ import transformers  # noqa: E402
 import trl  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from PIL import Image  # noqa: E402
-from transformers import Cache, GenerationConfig, LogitsProcessor  # noqa: E402
+from transformers import GenerationConfig, LogitsProcessor  # noqa: E402
 
 from pyvision_mini.config import Config  # noqa: E402
 from pyvision_mini.policy import Policy, fit_image, load_policy  # noqa: E402
 from pyvision_mini.prompts import IM_END, TEMPLATES, observation_segments, prompt_segments  # noqa: E402
-from pyvision_mini.rollout import _History, _Layer, rollout  # noqa: E402
+from pyvision_mini.rollout import _empty_cache, _History, rollout  # noqa: E402
 from pyvision_mini.sandbox import SandboxPool  # noqa: E402
 from pyvision_mini.trajectory import Group, Problem, ToolResult  # noqa: E402
 
@@ -99,18 +99,17 @@ class Episodes:
 
     def _generate(self, generate, *args, logits_processor=(), **kwargs):
         if self.rows is None:                    # a turn of all rows
-            texts = self.turns[turn := len(self.starts)]
-            shares = {turn: 1.0}
+            texts = self.turns[len(self.starts)]
+            places = [(len(self.starts), i) for i in range(len(texts))]
         else:                                    # ours samples rows together that are in different turns
             places = [(len(row.traj.turns), self.order.setdefault(id(row), len(self.order))) for row in self.rows]
             texts = [self.turns[turn][i][row.n_written:] for (turn, i), row in zip(places, self.rows)]
-            n = sorted(map(len, texts))[(len(texts) - 1) // 2]               # tokens until half of the turns have ended
-            shares = Counter(turn for (turn, _), ids in zip(places, texts) for _ in ids[:n])
         self.starts.append((time.perf_counter(), ATTENTION[0]))
-        self.shares.append(shares)
         width, end = max(map(len, texts)), self.policy.stop_ids[0]
         forced = Forced(torch.tensor([ids + [end] * (width - len(ids)) for ids in texts]))
-        return generate(*args, logits_processor=[*logits_processor, forced], **kwargs)
+        out = generate(*args, logits_processor=[*logits_processor, forced], **kwargs)
+        self.shares.append(Counter(turn for (turn, _), ids in zip(places, texts) for _ in ids[:forced.n_steps]))
+        return out
 
     @contextmanager
     def timed(self):
@@ -145,10 +144,11 @@ class Forced(LogitsProcessor):
     """Leaves one token per row and step."""
 
     def __init__(self, ids_BN: torch.Tensor):
-        self.columns = iter(ids_BN.split(1, dim=1))
+        self.columns, self.n_steps = ids_BN.split(1, dim=1), 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(scores, -torch.inf).scatter_(1, next(self.columns), 0.0)
+        self.n_steps += 1
+        return torch.full_like(scores, -torch.inf).scatter_(1, self.columns[self.n_steps - 1], 0.0)
 
 
 # --- the tool, and the variants ----------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def columns(call: tuple) -> tuple[int, int]:
 def floor(episodes: Episodes, calls: list[tuple]) -> dict[str, float]:
     """The forward passes of ours once more, with nothing around them → seconds of vision, prefill, decode."""
     model = episodes.policy.model.eval()
-    cache = Cache([_Layer() for _ in model.model.language_model.layers])
+    cache = _empty_cache(episodes.policy)
     seconds, B = {"vision": 0.0, "prefill": 0.0, "decode": 0.0}, 0
     for module, args, kwargs, T in calls:
         n_rows, n_new = columns((module, args, kwargs))

@@ -6,9 +6,15 @@ Parameters and FLOPs are counted on meta tensors of the real shapes, nothing is 
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from pyvision_mini.trainer import HEAD_CHUNK  # noqa: E402
 
 GB = 1e9
 GPUS = {"A100 80 GB": (80, 312e12, 2.0e12), "H100 80 GB": (80, 989e12, 3.35e12), "RTX 4090 24 GB": (24, 165e12, 1.0e12)}
@@ -60,7 +66,7 @@ def main() -> None:
             # fp32 weights, gradients and two Adam moments sharded; a whole bf16 replica; at the start the whole fp32 model.
             sharded, replica, loading = 16 * trained / RANKS, 2 * total, 4 * total + 2 * total
             # Kept per layer by checkpointing, one layer's recomputed insides, and one chunk of fp32 logits with its gradient.
-            activations = tokens * (layers * hidden + 6 * inner + 8 * hidden) * 2 + 3 * 256 * vocab * 4
+            activations = tokens * (layers * hidden + 6 * inner + 8 * hidden) * 2 + 3 * HEAD_CHUNK * vocab * 4
             update = sharded + replica + activations
             room = memory * 0.9 * GB - sharded - replica
             rows = int(room / (cache * length))

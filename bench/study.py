@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from pyvision_mini.report import read_metrics
+from pyvision_mini.report import read_metrics, smooth
 
 # Twice as many groups as are trained on, in one round: ranking has a choice, and every setting samples the same amount.
 SIZES = "--problems_per_round 10 --groups_per_step 5 --max_rounds 1 --steps 24 --eval_n 100 --save_every 1000"
@@ -107,17 +107,12 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return fmean(values), stdev(values) / sqrt(len(values)) if len(values) > 1 else float("nan")
 
 
-def smooth(values: list[float], window: int = WINDOW) -> list[float]:
-    """Mean over the last `window` values, of the first ones over what there is."""
-    return [fmean(values[max(0, i - window + 1):i + 1]) for i in range(len(values))]
-
-
 def band(runs: dict[int, list[dict]], key: str) -> list[tuple[int, float, float]]:
     """(step, mean over seeds, standard error) of the steps all seeds have; training is smoothed, held out is not."""
     curves = []
     for rows in runs.values():
         steps, values = zip(*[(row["step"], row[key]) for row in rows if key in row])
-        curves.append(dict(zip(steps, values if key.startswith("held_out") else smooth(values))))
+        curves.append(dict(zip(steps, values if key.startswith("held_out") else smooth(values, WINDOW))))
     common = sorted(set.intersection(*map(set, curves)))
     return [(step, *mean_and_error([curve[step] for curve in curves])) for step in common]
 

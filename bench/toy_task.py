@@ -23,6 +23,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from pyvision_mini.config import Config
 from pyvision_mini.policy import Policy, load_policy
+from pyvision_mini.report import trajectory_row
 from pyvision_mini.sandbox import SandboxPool
 from pyvision_mini.toy import COLORS, Lessons, Scene, answer_step, image_problems, image_scene, picture_accuracy
 from pyvision_mini.trainer import Scorer, evaluate
@@ -76,7 +77,8 @@ def main() -> None:
     with SandboxPool(workers=1) as pool:
         for turns in range(5):
             cfg = replace(Config(), max_turns=turns)
-            rows = evaluate(trained, held_out, cfg, pool, rank=0, tick=lambda kind, n: None)
+            groups = evaluate(trained, held_out, cfg, pool, rank=0, tick=lambda kind, n: None)
+            rows = [trajectory_row(group.trajectories[0]) for group in groups]
             print(f"{args.model or 'shipped policy'}, at most {turns} tool turns: accuracy "
                   f"{np.mean([row['accuracy'] for row in rows]):.3f}, {np.mean([row['calls'] for row in rows]):.2f} calls")
     print(f"from scratch on the overview alone, {steps * 64} images, 300 held out: {train_on_overviews(steps):.3f} "

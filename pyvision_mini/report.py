@@ -281,6 +281,11 @@ def _points(rows: list[dict], key: str, x: str = "step") -> tuple[list[float], l
     return [row[x] for row in found], [row[name].get(reason, 0) if reason else row[name] for row in found]
 
 
+def smooth(values: list[float], window: int = 5) -> list[float]:
+    """Mean over the last `window` values, of the first ones over what there is."""
+    return [fmean(values[max(0, i - window):i]) for i in range(1, len(values) + 1)]
+
+
 def _finish(axes, title: str, xlabel: str) -> None:
     axes.set(title=title, xlabel=xlabel, ylim=(0, None))
     axes.grid(alpha=0.3)
@@ -315,9 +320,8 @@ def compare(runs: dict[str, list[dict]], path: Path) -> None:
         for axes, key in zip(row, COMPARED):
             for i, (name, rows) in enumerate(runs.items()):
                 at, values = _points(rows, key, x)
-                smooth = [fmean(values[max(0, n - 5):n]) for n in range(1, len(values) + 1)]
                 axes.plot(at, values, color=f"C{i}", alpha=0.25)
-                axes.plot(at, smooth, color=f"C{i}", label=name)
+                axes.plot(at, smooth(values), color=f"C{i}", label=name)
             _finish(axes, key.replace("_", " "), label)
     try:
         figure.savefig(path, dpi=90)

@@ -302,13 +302,17 @@ class _Layer(DynamicLayer):
         self._hold(*(old[rows_B[:, None], :, columns_BT].transpose(1, 2) for old in (self.keys, self.values)))
 
 
+def _empty_cache(policy: Policy) -> Cache:
+    return Cache([_Layer() for _ in policy.model.model.language_model.layers])
+
+
 class _History:
     """The rows as generate sees them: tokens to the right, no holes, and a cache of all columns but the newest."""
 
     def __init__(self, policy: Policy, rows: list[_Row]):
         """Prefill each distinct prompt once, all but its last token."""
         self.policy = policy
-        self.cache = Cache([_Layer() for _ in policy.model.model.language_model.layers])
+        self.cache = _empty_cache(policy)
         prompts = list({id(row.traj.problem): row for row in rows}.values())
         starts = self._starts(prompts)
         index = {id(row.traj.problem): i for i, row in enumerate(prompts)}
@@ -451,7 +455,7 @@ def attention_gap(policy: Policy, implementation: str) -> float:
     try:
         for name in ("sdpa", implementation):
             policy.model.set_attn_implementation(name)
-            cache = Cache([_Layer() for _ in policy.model.model.language_model.layers])
+            cache = _empty_cache(policy)
             for columns in (slice(0, 16), slice(16, 24)):
                 logits = policy.model(input_ids=ids_BT[:, columns], attention_mask=mask_BT[:, :columns.stop], cache=cache,
                                       position_ids=pos_4BT[..., columns], use_cache=True).logits

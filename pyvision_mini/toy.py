@@ -1,7 +1,7 @@
 """The embedded tasks and their tiny policy: generated problems, a mediocre scripted teacher, the cold-start recipe.
 
 Image: needle search, like V* in small. A 672-pixel image holds one dot whose colour is asked for. A ring of the
-complementary colour makes the dot vanish when the image is shrunk to what the model sees (112 pixels, 16 tokens); in a
+complementary colour makes the dot average out when the image is shrunk to what the model sees (112 pixels, 16 tokens); in a
 crop of one quadrant it shows. So the policy has to look, and may need up to four looks.
 Video: a short clip of which the prompt shows nothing. Either the dot shows in one quarter of the frames and the question
 is in which, so searching pays; or its colour changes every quarter and the question names a second, so one look is enough.

@@ -339,19 +339,13 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def evaluate(policy: Policy, problems: list[Problem], cfg: Config, pool: SandboxPool, rank: int,
-             tick: Callable[[str, float], None],
-             show: Callable[[list[Group]], None] = lambda groups: None) -> list[dict]:
-    """One trajectory per problem at the evaluation temperature, the same draws each time → rows for the report.
-
-    `show` gets the graded groups.
-    """
+             tick: Callable[[str, float], None]) -> list[Group]:
+    """One trajectory per problem at the evaluation temperature, the same draws each time → graded groups of one."""
     cfg = replace(cfg, temperature=cfg.eval_temperature)
     groups = rollout(policy, problems, cfg, pool, seed=mix_seed(cfg.seed, rank), n_samples=1, tick=tick)
-    trajs = [traj for group in groups for traj in group.trajectories]
-    for traj in trajs:
-        score(traj, cfg)
-    show(groups)
-    return [report.trajectory_row(traj) for traj in trajs]
+    for group in groups:
+        score(group.trajectories[0], cfg)
+    return groups
 
 
 def train(cfg: Config, name: str, problems: list[Problem], held_out: list[Problem], started: float,
@@ -500,21 +494,17 @@ class Run:
         return self.held_out[self.ranks.rank::self.ranks.world]
 
     def _evaluate(self, cfg: Config, problems: list[Problem], when: str = "") -> dict[str, float]:
-        shown: list[dict] = []
-
-        def show(groups: list[Group]) -> None:
-            step, ranks = self.position["step"], self.ranks
-            shown.extend(page.held_out_rows(groups, cfg, when, step, ranks.rank, ranks.world))
-
         with self.reporter.progress("evaluate", self.stop.check) as bars:
             bars.expect(len(problems))
             try:
-                rows = evaluate(self.learner.policy, problems, cfg, self.pool, self.ranks.rank, bars.tick, show)
+                groups = evaluate(self.learner.policy, problems, cfg, self.pool, self.ranks.rank, bars.tick)
             except Stopped:
-                rows = []
-            parts, pages = zip(*self._gather((rows, shown)))
+                groups = []
+            mine = ([report.trajectory_row(group.trajectories[0]) for group in groups],
+                    page.held_out_rows(groups, cfg, when, self.position["step"], self.ranks.rank, self.ranks.world))
+            parts, shown = zip(*self._gather(mine))
             rows = [row for part in parts for row in part]
-        self.reporter.show(pages)
+        self.reporter.show(shown)
         self.reporter.name_failures(row["failure"] for row in rows)
         report.refuse_hopeless(rows, cfg)
         return report.evaluation(rows)
