@@ -5,7 +5,7 @@ problem at the large vocabulary), have the same advantages and one denominator, 
 gradient norm (within 1 %: ours never samples the image control ids, TRL scores them too). Every variant runs in a process of
 its own: one update for the peak memory above what was resident before it, then more for the median time. Vocabulary: the embedded policy's own, and
 Qwen's 151,936 (random rows on top), where the head is nearly all the work; on a 7B policy it is under a tenth.
-- ours          trainer.update: micro-batches of 4,096 tokens, stored vision features, head at action tokens in chunks
+- ours          trainer.update: micro-batches of 2,048 tokens, stored vision features, head at action tokens in chunks
 - trl           GRPOTrainer.compute_loss as TRL sets it by default: 8 rows at a time, activation checkpointing
 - trl, plain    8 rows at a time, no checkpointing (nor has ours any)
 - trl, at once  32 rows at once, no checkpointing

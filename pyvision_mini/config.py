@@ -77,7 +77,7 @@ class Config:
     lr: float = _f(1e-4, "AdamW learning rate, constant")
     weight_decay: float = _f(0.01, "AdamW weight decay")
     grad_clip: float = _f(1.0, "maximum gradient norm")
-    micro_batch_tokens: int = _f(4096, "tokens per forward-backward, padding included")
+    micro_batch_tokens: int = _f(2048, "tokens per forward-backward, padding included: on a CPU small ones stay in its cache")
     gradient_checkpointing: bool = _f(False, "recompute activations in the backward pass")
     # evaluation, checkpoints
     eval_every: int = _f(0, "steps between held-out evaluations; 0: only before and after training")

@@ -271,7 +271,8 @@ CURVES = [("accuracy and reward", ("accuracy", "reward")), ("tool calls", ("call
               "too_long", "prompt_too_long", "tool_failure", "inconsistent", "bad_reward", "failed_code", "no_action"))),
           ("seconds", ("seconds_generate", "seconds_sandbox", "seconds_update", "seconds_sync")),
           ("memory, GB", ("peak_memory_gb",))]
-COMPARED = ("accuracy", "reward", "calls", "response_tokens", "entropy")     # of runs laid over one another
+COMPARED = ("accuracy", "reward", "calls", "no_call_share", "response_tokens", "entropy", "grad_norm", "groups_kept",
+            "seconds_generate", "seconds_update")                # of runs laid over one another
 
 
 def _points(rows: list[dict], key: str, x: str = "step") -> tuple[list[float], list[float]]:
@@ -287,16 +288,19 @@ def smooth(values: list[float], window: int = 5) -> list[float]:
 
 
 def _finish(axes, title: str, xlabel: str) -> None:
+    if not any(len(line.get_xdata()) for line in axes.lines):
+        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center")
+    axes.axhline(0, color="none")            # in view, with room above the highest line
     axes.set(title=title, xlabel=xlabel, ylim=(0, None))
     axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8)
 
 
 def draw_curves(rows: list[dict], evaluations: list[dict], path: Path, title: str) -> None:
-    """One picture with a panel for each of CURVES, against the step; held-out accuracy as points in the first."""
+    """One picture with a panel for each of CURVES, against the step and the time it ended; held-out accuracy as stars."""
     from matplotlib.figure import Figure    # imported late: a run that is being debugged starts a second earlier
+    from matplotlib.ticker import MaxNLocator
 
+    ended = dict(zip(*_points(rows, "elapsed")))
     figure = Figure(figsize=(16, 10), layout="constrained")
     figure.suptitle(title)
     for axes, (name, keys) in zip(figure.subplots(3, 4).flat, CURVES):
@@ -306,23 +310,30 @@ def draw_curves(rows: list[dict], evaluations: list[dict], path: Path, title: st
                 axes.plot(steps, values, label=key.replace("_", " ").replace(".", ": "), marker="." if len(rows) < 60 else "")
         if name.startswith("accuracy"):
             axes.plot(*_points(evaluations, "accuracy"), "k*", label="held out")
-        _finish(axes, name, "step")
+        _finish(axes, name, "step, and the time it ended")
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0f}" + (f"\n{ended[x]:.0f} s" if x in ended else ""))
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, framealpha=0.5)
     figure.savefig(path, dpi=90)
 
 
 def compare(runs: dict[str, list[dict]], path: Path) -> None:
     """Runs by name over one another, against the step above and against time below: each value pale, their mean over
-    five steps on top."""
+    five steps on top, held-out accuracy as stars."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 * len(COMPARED), 7), layout="constrained")
-    for row, (x, label) in zip(figure.subplots(2, len(COMPARED)), (("step", "step"), ("elapsed", "seconds"))):
-        for axes, key in zip(row, COMPARED):
-            for i, (name, rows) in enumerate(runs.items()):
-                at, values = _points(rows, key, x)
-                axes.plot(at, values, color=f"C{i}", alpha=0.25)
-                axes.plot(at, smooth(values), color=f"C{i}", label=name)
-            _finish(axes, key.replace("_", " "), label)
+    figure, half = Figure(figsize=(20, 13), layout="constrained"), len(COMPARED) // 2
+    panels = figure.subplots(4, half).flat
+    for axes, (x, key) in zip(panels, [(x, key) for x in ("step", "elapsed") for key in COMPARED]):
+        for i, (name, rows) in enumerate(runs.items()):
+            at, values = _points(rows, key, x)
+            axes.plot(at, values, color=f"C{i}", alpha=0.25)
+            axes.plot(at, smooth(values), color=f"C{i}", label=name)
+            if key == "accuracy":
+                axes.plot(*_points(rows, "held_out", x), "*", color=f"C{i}")
+        _finish(axes, key.replace("_", " "), "step" if x == "step" else "seconds")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=max(1, 200 // max(map(len, runs))))
     try:
         figure.savefig(path, dpi=90)
     except (OSError, ValueError) as error:                       # ValueError: an ending matplotlib does not know
@@ -330,22 +341,27 @@ def compare(runs: dict[str, list[dict]], path: Path) -> None:
 
 
 def read_runs(paths: list[str]) -> dict[str, list[dict]]:
-    """Folders of runs, or .jsonl files → {name: lines of metrics}; UserError for what holds none."""
+    """Folders of runs, or .jsonl files → {name: lines of metrics, and of evaluations as {step, held_out}}; UserError for
+    what holds no step, and for a run that is given twice."""
     if not paths:
         raise UserError("no run to compare: give folders with a metrics.jsonl in them, or .jsonl files")
-    names = Counter(Path(path).stem for path in paths)
+    names = {path: path.resolve().name if path.is_dir() else path.stem for path in map(Path, paths)}
+    if len(names) < len(paths):
+        raise UserError(f"the same run twice: {' '.join(paths)}; give each once")
     runs = {}
-    for path in map(Path, paths):
+    for path, name in names.items():
         file = path / "metrics.jsonl" if path.is_dir() else path
         if not file.is_file():
             raise UserError(f"{file}: no such file; give folders with a metrics.jsonl in them, or .jsonl files")
         try:
-            rows = [row for row in read_metrics(file) if {"step", "elapsed"} <= set(row)]
-        except (OSError, UnicodeDecodeError, TypeError):         # TypeError: JSON, but no objects
+            rows = [row for row in read_metrics(file) if {"step", "elapsed"} <= set(row) or {"step", "held_out"} <= set(row)]
+            if (summary := path / "summary.json").is_file():
+                rows += [{"step": e["step"], "held_out": e["accuracy"]} for e in json.loads(summary.read_text())["evaluations"]]
+        except (OSError, ValueError, TypeError, KeyError):       # JSON, but no objects; not UTF-8; a damaged summary
             rows = []
-        if not rows:
+        if not any("elapsed" in row for row in rows):
             raise UserError(f"{file}: holds no step of a run; give a metrics.jsonl of one that finished a step")
-        runs[path.stem if names[path.stem] == 1 else str(path)] = rows
+        runs[name if list(names.values()).count(name) == 1 else str(path)] = rows
     return runs
 
 

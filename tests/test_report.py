@@ -40,7 +40,7 @@ def test_a_folder_and_a_file_are_compared_in_one_picture(tmp_path):
     done = subprocess.run([sys.executable, "-m", "pyvision_mini.report", tmp_path / "first", tmp_path / "second.jsonl",
                            "--out", tmp_path / "both.png"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"2 runs in {tmp_path / 'both.png'}\n", "")
-    assert size(tmp_path / "both.png") == (1800, 630)
+    assert size(tmp_path / "both.png") == (1800, 1170)
 
 
 def test_runs_are_named_by_their_folder_and_by_the_whole_path_where_two_have_the_same(tmp_path):
@@ -50,10 +50,23 @@ def test_runs_are_named_by_their_folder_and_by_the_whole_path_where_two_have_the
     assert list(report.read_runs(paths)) == [paths[0], paths[1], "other"]
 
 
-def test_evaluations_and_headers_between_the_steps_of_a_log_are_no_steps(tmp_path):
+def test_held_out_accuracies_come_with_a_run_and_the_header_of_a_log_is_no_step(tmp_path):
     log = metrics(tmp_path / "log.jsonl", [0.25, 0.5])
     log.write_text('{"setting": "base"}\n' + log.read_text() + '{"step": 2, "held_out": 0.75}\n')
-    assert [row["accuracy"] for row in report.read_runs([str(log)])["log"]] == [0.25, 0.5]
+    metrics(tmp_path / "run.1" / "metrics.jsonl", [0.25])
+    (tmp_path / "run.1" / "summary.json").write_text('{"evaluations": [{"step": 0, "accuracy": 0.125, "n": 8}]}')
+    runs = report.read_runs([str(log), str(tmp_path / "run.1")])
+    assert report._points(runs["log"], "accuracy") == ([1, 2], [0.25, 0.5])
+    assert report._points(runs["log"], "held_out") == ([2], [0.75])
+    assert report._points(runs["run.1"], "held_out") == ([0], [0.125])
+
+
+def test_a_run_is_named_by_its_folder_from_inside_it_too_and_given_twice_is_refused(tmp_path, monkeypatch):
+    metrics(tmp_path / "inside" / "metrics.jsonl", [0.5])
+    monkeypatch.chdir(tmp_path / "inside")
+    assert list(report.read_runs(["."])) == ["inside"]
+    with pytest.raises(UserError, match="the same run twice"):
+        report.read_runs([".", "."])
 
 
 @pytest.mark.parametrize("content, message", [
