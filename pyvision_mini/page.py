@@ -2,10 +2,9 @@
 
 The sample is bounded and kept in trajectories.jsonl, one group a line, so that a resumed run goes on with it. It is
 untrusted: it enters assets/page.html as escaped JSON and leaves it through textContent, and the page's security policy
-allows no script but its own and no network. Filters and what is open stand after #; docs/trajectory.png is
+allows no script but its own and no network. Filters and what is open stand after #.
 
-    chromium --headless --hide-scrollbars --window-size=1280,1045 --screenshot=docs/trajectory.png \\
-        "file://$PWD/runs/image/trajectories.html#view=list&step=step+3&right=right&calls=2&text=top+right&open=18.1"
+docs/trajectory.png: bench/pictures.py
 """
 
 from __future__ import annotations

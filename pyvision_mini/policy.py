@@ -101,14 +101,21 @@ class Policy:
         return [seen[d] for d in digests]
 
 
-def sampling_logits(logits_NV: torch.Tensor, temperature: float, suppressed: tuple[int, ...]) -> torch.Tensor:
-    """The fp32 logits that tokens are drawn from: divided by the temperature, suppressed ids at −inf."""
-    logits_NV = logits_NV.float()
+def sampling_logits(logits_NV: torch.Tensor, temperature: float, suppressed: tuple[int, ...],
+                    give_up: bool = False) -> torch.Tensor:
+    """The fp32 logits that tokens are drawn from: divided by the temperature, suppressed ids at −inf.
+
+    `give_up`: the caller needs logits_NV no more, which saves a copy. The suppressed ids' gradient, 0 in any function of
+    the distribution, is left to what comes after.
+    """
+    out_NV = logits_NV.float()
     if temperature != 1.0:
-        logits_NV = logits_NV / temperature
+        out_NV = out_NV / temperature
     if len(suppressed):
-        logits_NV = logits_NV.index_fill(-1, torch.tensor(suppressed, device=logits_NV.device), -torch.inf)
-    return logits_NV
+        out_NV = out_NV if give_up else out_NV.clone()
+        with torch.no_grad():
+            out_NV.index_fill_(-1, torch.tensor(suppressed, device=out_NV.device), -torch.inf)
+    return out_NV
 
 
 def fit_image(image: Image.Image, min_pixels: int, max_pixels: int) -> Image.Image:

@@ -385,7 +385,7 @@ class _Recorder(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._settle(input_ids[:, -1])
-        self.last_BV = sampling_logits(scores, self.temperature, self.suppressed)
+        self.last_BV = sampling_logits(scores, self.temperature, self.suppressed, give_up=True)
         return self.last_BV
 
     def _settle(self, sampled_B: torch.Tensor) -> None:

@@ -106,7 +106,7 @@ class Scorer(nn.Module):
         return logp_BT, entropy_BT
 
     def _head(self, hidden_ND: torch.Tensor, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_NV = sampling_logits(self.lm_head(hidden_ND), self.temperature, self.suppressed)
+        logits_NV = sampling_logits(self.lm_head(hidden_ND), self.temperature, self.suppressed, give_up=True)
         logp_N = logprobs(logits_NV, ids_N)
         # Entropy last: the backward's recomputation stops before it, as no gradient needs it.
         return logp_N, entropy_from_logits(logits_NV.detach())

@@ -3,11 +3,13 @@
 import base64
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
+import time
 from collections import Counter
-from html import unescape
+from io import BytesIO
 from math import nan
 
 import numpy as np
@@ -145,7 +147,8 @@ def test_the_page_stays_under_20_mb_and_still_shows_every_step(tmp_path):
 
 
 def hostile(folder):
-    """A page with a right trajectory of one call and a wrong one of two, everything in them hostile, and a tame group."""
+    """A page with a right trajectory of one call and a wrong one of two, everything in them hostile, a tame group, and
+    a large one whose rewards are not correct + bonus."""
     text = "\n".join(HOSTILE)
     problem = Problem(text, text, text, "choice", [text], videos=("v.mp4",), about=text)
     bad = Group(problem, [trajectory(problem, 1.1, 1, text), trajectory(problem, 0.0, 2, text)])
@@ -154,7 +157,10 @@ def hostile(folder):
         traj.turns[0].content = traj.turns[0].text = text
         traj.turns[0].result.status = "error"
     tame = group("tame", [1.1, 0.0, 0.0])
-    page.append(folder / "trajectories.jsonl", [page.group_row(bad, CFG, text), page.group_row(tame, CFG, "", 1, "")])
+    other = group("other", [0.9, nan, 1.7], n_calls=3)
+    other.trajectories += [trajectory(other.problem, 0.0, 12, end=EndReason.PROMPT_TOO_LONG) for _ in range(9)]
+    page.append(folder / "trajectories.jsonl", [
+        page.group_row(bad, CFG, text), page.group_row(tame, CFG, "", 1, ""), page.group_row(other, CFG, "", 2, "surplus")])
     page.write(folder)
     return folder / "trajectories.html"
 
@@ -175,41 +181,143 @@ def test_hostile_text_is_escaped_and_only_the_pages_own_script_may_run(tmp_path)
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 
+class Chromium:
+    """A headless chromium with one page, driven over --remote-debugging-pipe: JSON ended by NULs on descriptors 3 and 4."""
+
+    def __init__(self, chromium, profile):
+        self.process = subprocess.Popen(
+            ["sh", "-c", 'exec timeout 300 "$@" 3<&0 4>&1 >&2', "sh", chromium, "--headless", "--remote-debugging-pipe",
+             "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+             "--disable-component-update", "--disable-sync", f"--user-data-dir={profile}"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self.n, self.received, self.session = 0, b"", {}
+        target = self("Target.createTarget", url="about:blank")["targetId"]
+        self.session = {"sessionId": self("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+
+    def __call__(self, method, **params):
+        self.n += 1
+        message = {"id": self.n, "method": method, "params": params, **self.session}
+        os.write(self.process.stdin.fileno(), json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self.received:
+                assert (part := os.read(self.process.stdout.fileno(), 1 << 20)), f"chromium ended during {method}"
+                self.received += part
+            line, _, self.received = self.received.partition(b"\0")
+            if (reply := json.loads(line)).get("id") == self.n:              # the others are events
+                assert "error" not in reply, (method, reply)
+                return reply["result"]
+
+    def js(self, expression):
+        done = self("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in done, (expression, done)
+        return done["result"].get("value")
+
+    def becomes(self, expression, expected):
+        end = time.monotonic() + 10
+        while (value := self.js(expression)) != expected and time.monotonic() < end:
+            time.sleep(0.02)
+        assert value == expected, expression
+
+    def resize(self, width, height):
+        self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def open(self, url, width=1280, height=900):
+        self.resize(width, height)
+        self("Page.navigate", url="about:blank")                             # so that another # is another page
+        self("Page.navigate", url=url)
+        self.becomes("document.readyState", "complete")
+
+    def click(self, selector):
+        at = self.js(f"""{{ const node = document.querySelector({json.dumps(selector)});
+            node.scrollIntoView({{ block: 'nearest' }});
+            const box = node.getBoundingClientRect(); ({{ x: box.x + box.width / 2, y: box.y + box.height / 2 }}) }}""")
+        for kind in ("mousePressed", "mouseReleased"):
+            self("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
+
+
 @pytest.fixture(scope="module")
-def browse(tmp_path_factory):
-    """Open the hostile page at an address → what chromium made of it, or its screenshot."""
+def browser(tmp_path_factory):
+    """Open the hostile page at an address and a size → the chromium it is in."""
     if not (chromium := shutil.which("chromium")):
-        pytest.skip("no chromium on PATH")
+        pytest.skip("no chromium on PATH: apt-get install chromium")
     folder = tmp_path_factory.mktemp("browser")
-    file = hostile(folder)
+    file, driven = hostile(folder), Chromium(chromium, folder / "profile")
 
-    def open_page(address, *flags):
-        done = subprocess.run(
-            [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-             "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
-             f"--user-data-dir={folder / 'profile'}", "--window-size=1280,900", *flags, f"file://{file}#{address}"],
-            capture_output=True, timeout=120)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout.decode()
-    return open_page
+    def open_page(address="", *size):
+        driven.open(f"file://{file}#{address}", *size)
+        return driven
+    yield open_page
+    driven.process.terminate()
+    driven.process.wait()
 
 
-def test_a_browser_shows_what_the_address_asks_for_and_nothing_hostile_comes_alive(browse, tmp_path):
-    whole = browse("view=list&open=0.1", "--dump-dom")
-    assert whole.count("<details") == 5 and whole.count("<details open") + whole.count('open="">') == 1
-    body = whole.split("<main")[1].split("</main>")[0]
-    assert "owned</title>" not in whole and not re.search(r"<(script|img [^>]*onerror|b |i )", body)
-    shown = unescape(re.sub(r"<[^>]*>", "", body))
+COUNT, ROWS = "document.querySelector('#count').textContent", "document.querySelectorAll('details').length"
+TEXT = "document.querySelector('main').textContent"
+WIDTHS = "[innerWidth, document.documentElement.scrollWidth - document.documentElement.clientWidth]"
+# The middle of the opened row's summary is to be seen: nothing, and not the bar, lies over it.
+SEEN = """{ const row = document.querySelector('details[open] > summary'), box = row.getBoundingClientRect();
+    box.top >= 0 && [box.top + 1, box.bottom - 1].every(y => row.contains(document.elementFromPoint(box.x + box.width / 2, y))) }"""
+
+
+def test_a_browser_shows_what_the_address_asks_for_and_nothing_hostile_comes_alive(browser):
+    tab = browser("view=list&open=0.1")
+    assert (tab.js(ROWS), tab.js("document.querySelectorAll('details[open]').length")) == (17, 1)
+    assert tab.js("document.title") == tab.js("document.querySelector('h1').textContent") != "owned"
+    assert tab.js("document.querySelectorAll('main :is(script, b:not([class]), img[onerror])').length") == 0
+    shown = tab.js(TEXT)
     for line in HOSTILE[:5] + HOSTILE[6:]:
         assert line in shown
     assert "Turn 3" in shown and "0.00 = 0.00" in shown and "64 × 48" in shown
-
-    wrong = browse("view=list&right=wrong&calls=2", "--dump-dom")
-    assert wrong.count("<details") == 1 and "1 of 5 trajectories" in wrong
-    groups = browse("step=step 1&open=1", "--dump-dom").split("<main")[1].split("</main>")[0]
-    assert groups.count("<details") == 1 and re.findall(r"(\d\.\d\d) = ", groups) == ["1.10", "0.00", "0.00"]
-    assert "+0.73" in groups and "−0.37" in groups
-
-    browse("open=1", f"--screenshot={tmp_path / 'page.png'}")
-    with Image.open(tmp_path / "page.png") as image:
+    tab = browser("view=list&right=wrong&calls=2")
+    assert (tab.js(ROWS), tab.js(COUNT)) == (1, "1 of 17 trajectories")
+    tab = browser("step=step 1&open=1")
+    assert "1.10 = 1.00 + 1 × 0.1+0.73" in tab.js(TEXT) and "0.00 = 0.00−0.37" in tab.js(TEXT) and tab.js(ROWS) == 1
+    with Image.open(BytesIO(base64.b64decode(tab("Page.captureScreenshot")["data"]))) as image:
         assert image.width == 1280 and len(image.convert("RGB").getcolors(1 << 24)) > 100
+
+
+def test_a_reward_is_shown_as_a_sum_only_where_it_is_one(browser):
+    """Three paid calls of 0.1 each: a right answer's sum is 1.3, and a reward that is not finite has none."""
+    sums = browser("open=2").js("[...document.querySelectorAll('.columns a span:first-of-type')].map(node => node.textContent)")
+    assert sums == ["1.70, grade 1.00", "0.90, grade 1.00", *["0.00 = 0.00"] * 9, "–, grade 0.00"]
+
+
+@pytest.mark.parametrize("kind, said", [
+    ("", "per step two that trained to one dropped"), ("held out, before", "per step two that trained to one dropped"),
+    ("image, agent", "two with wrong answers to one all right")])
+def test_the_page_says_what_its_sample_prefers(browser, tmp_path, kind, said):
+    page.append(tmp_path / "trajectories.jsonl", [page.group_row(group("p", [0.0]), CFG, kind)])
+    page.write(tmp_path)
+    (tab := browser()).open(f"file://{tmp_path}/trajectories.html")
+    assert tab.js("document.querySelector('#about').textContent") == (
+        f"1 group, 1 rollout: a sample, {said}; not a measure of accuracy")
+
+
+@pytest.mark.parametrize("size", [(1280, 900), (400, 800)])
+def test_clicks_filter_switch_the_view_and_open_rows(browser, size):
+    tab = browser("", *size)
+    assert (tab.js(COUNT), tab.js(ROWS)) == ("17 of 17 trajectories", 3)
+    tab.click("button[data-view=list]")
+    tab.becomes(ROWS, 17)
+    tab.js("{ const filter = document.querySelector('select[name=right]'); filter.value = 'wrong';"
+           "  filter.dispatchEvent(new Event('change')) }")
+    tab.becomes(COUNT, "13 of 17 trajectories")
+    assert tab.js(ROWS) == 13 and "right=wrong" in tab.js("location.hash")
+    tab.click("details[data-key='1.1'] > summary")
+    tab.becomes("location.hash", "#view=list&right=wrong&open=1.1")
+    assert tab.js("document.querySelectorAll('details[open]').length") == 1 and "Turn 2" in tab.js(TEXT) and tab.js(SEEN)
+    tab.click("details[data-key='1.1'] > summary")
+    tab.becomes("location.hash", "#view=list&right=wrong")
+    tab.click("button[data-view='']")
+    tab.becomes(ROWS, 3)
+    assert tab.js("document.title") != "owned"
+
+
+@pytest.mark.parametrize("widths, height", [((1280, 1000, 830), 900), ((400, 360, 600), 800)])
+def test_no_view_is_wider_than_the_window_and_the_bar_covers_no_opened_row(browser, widths, height):
+    for address in ("", "view=list", "open=0", "open=2", "view=list&open=0.1", "view=list&open=2.11"):
+        tab = browser(address, widths[0], height)
+        assert "open" not in address or tab.js(SEEN), address
+        for width in widths:
+            tab.resize(width, height)
+            assert tab.js(WIDTHS) == [width, 0], address
