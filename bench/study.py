@@ -49,8 +49,8 @@ SETTINGS = {
     "long_tool_reward": Setting("no tool reward", f"{LONG} --tool_bonus 0", 1, "long")}
 KEYS = ("step", "elapsed", "accuracy", "reward", "calls", "no_call_share", "error_calls", "no_op_calls",
         "repeated_calls", "response_tokens", "visual_tokens", "entropy", "grad_norm", "groups_kept")
-LAST, WINDOW = 10, 5                             # steps a table's means are over; steps a curve is smoothed over
-COLUMNS = {"held_out": "held out", "accuracy": "training", "calls": "calls", "no_call_share": "no call",
+FIRST, LAST, WINDOW = 5, 10, 5                   # steps at a run's start and end that means are over; of a smoothed curve
+COLUMNS = {"before": "held out before", "held_out": "held out", "accuracy": "training", "calls": "calls", "no_call_share": "no call",
            "error_calls": "failed", "no_op_calls": "no-op", "repeated_calls": "repeated", "entropy": "entropy",
            "grad_norm": "grad norm"}
 PANELS = {"accuracy": "accuracy (dots: held out)", "calls": "tool calls", "repeated_calls": "repeated calls",
@@ -97,9 +97,15 @@ def load(folder: Path) -> dict[str, dict[int, list[dict]]]:
 
 
 def outcome(rows: list[dict], key: str) -> float:
-    """One run's number: the mean over its last steps, or its last evaluation."""
-    values = [row[key] for row in rows if key in row]
-    return values[-1] if key.startswith("held_out") else fmean(values[-LAST:])
+    """One run's number: the mean over its last steps; of evaluations the first (`before`) or the last (`held_out`)."""
+    values = [row[name] for row in rows if (name := "held_out" if key == "before" else key) in row]
+    return values[0] if key == "before" else values[-1] if key.startswith("held_out") else fmean(values[-LAST:])
+
+
+def change(rows: list[dict], key: str) -> float:
+    """What training changed in one run: its outcome minus the first evaluation, or the mean over the first steps."""
+    start = outcome(rows, "before") if key == "held_out" else fmean([row[key] for row in rows if key in row][:FIRST])
+    return outcome(rows, key) - start
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
@@ -118,10 +124,10 @@ def band(runs: dict[int, list[dict]], key: str) -> list[tuple[int, float, float]
 
 
 def table(runs: dict[str, dict[int, list[dict]]]) -> str:
-    """Means ± standard errors per setting; the differences from what it is compared with, seed by seed."""
-    def cells(values: Callable[[str], list[float]]) -> str:
-        return " ".join("{:7.3f} ±{:<6.3f}".format(*mean_and_error(values(key))).replace("±nan   ", " " * 7)
-                        for key in COLUMNS).rstrip()
+    """Means ± standard errors per setting; what training changed in the baseline; differences from it, seed by seed."""
+    def cells(values: Callable[[str], list[float]], without: str = "") -> str:
+        return " ".join(" " * 15 if key == without else "{:7.3f} ±{:<6.3f}".format(*mean_and_error(values(key)))
+                        .replace("±nan   ", " " * 7) for key in COLUMNS).rstrip()
 
     lines = []
     for setting, of in runs.items():
@@ -130,7 +136,9 @@ def table(runs: dict[str, dict[int, list[dict]]]) -> str:
             steps = max(row.get("step", 0) for rows in of.values() for row in rows)
             lines += ["", f"{f'{steps} steps':20}{' '.join(f'{title:^15}' for title in COLUMNS.values())}".rstrip()]
         lines.append(f"{label:20}{cells(lambda key: [outcome(rows, key) for rows in of.values()])}")
-        if setting != against and (both := of.keys() & (base := runs.get(against, {})).keys()):
+        if setting == against:
+            lines.append(f"{'  end minus start':20}{cells(lambda key: [change(rows, key) for rows in of.values()], 'before')}")
+        elif (both := of.keys() & (base := runs.get(against, {})).keys()):
             difference = cells(lambda key: [outcome(of[seed], key) - outcome(base[seed], key) for seed in both])
             lines.append(f"{'  minus baseline':20}{difference}")
     return "\n".join(lines)
@@ -139,10 +147,9 @@ def table(runs: dict[str, dict[int, list[dict]]]) -> str:
 def report(runs: dict[str, dict[int, list[dict]]]) -> str:
     """The table with how it was made."""
     about = [rows[0] for of in runs.values() for rows in of.values()]
-    before = fmean(next(row["held_out"] for row in rows if "held_out" in row) for rows in runs["base"].values())
     return (f"{about[0]['machine']}; {len(about)} runs, {sum(a['seconds'] for a in about) / 60:.0f} minutes together\n"
             f"train_image.py {SIZES}\n"
-            f"held out before training: {before:.3f}; below: held out after it, all else over the last {LAST} steps\n"
+            f"held out before and after training; all else: mean over the last {LAST} steps (start: the first {FIRST})\n"
             f"{table(runs)}")
 
 

@@ -136,7 +136,8 @@ def test_a_curve_is_smoothed_over_the_steps_before(study):
 def test_a_runs_number_is_the_mean_of_its_last_steps_or_its_last_evaluation(study):
     rows = log([0.0] * 5 + [0.25] * 5 + [0.75] * 5, {0: 0.1, 15: 0.9})
     assert study.outcome(rows, "accuracy") == 0.5            # 5 of the last 10 steps have 0.25, 5 have 0.75
-    assert study.outcome(rows, "held_out") == 0.9
+    assert (study.outcome(rows, "before"), study.outcome(rows, "held_out")) == (0.1, 0.9)
+    assert (study.change(rows, "accuracy"), round(study.change(rows, "held_out"), 9)) == (0.5, 0.8)
 
 
 def test_a_band_covers_the_steps_all_seeds_have(study):
@@ -159,10 +160,11 @@ def test_a_log_keeps_what_is_drawn(study, tmp_path):
 
 def test_a_difference_from_the_baseline_is_taken_seed_by_seed(study, monkeypatch):
     monkeypatch.setattr(study, "COLUMNS", {"held_out": "held out"})
-    runs = {"base": {0: log([], {24: 0.25}), 1: log([], {24: 0.75})},        # the seeds differ by 0.5, the settings
+    runs = {"base": {0: log([], {0: 0.125, 24: 0.25}), 1: log([], {0: 0.25, 24: 0.75})},   # by 0.5, the settings
             "max_turns": {0: log([], {24: 0.125}), 1: log([], {24: 0.625})}}   # by 0.125 in each of them
     assert study.table(runs).splitlines()[1:] == [
-        "24 steps               held out", "baseline              0.500 ±0.250", "2 turns, not 4        0.375 ±0.250",
+        "24 steps               held out", "baseline              0.500 ±0.250", "  end minus start     0.312 ±0.187",
+        "2 turns, not 4        0.375 ±0.250",
         "  minus baseline     -0.125 ±0.000"]
 
 
