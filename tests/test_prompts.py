@@ -74,8 +74,8 @@ def test_a_sampled_end_is_not_closed_twice_silence_is_said_and_released_weights_
 
 # --- the package ------------------------------------------------------------------------------------------------------
 
-ORDER = ["config", "images", "trajectory", "data", "prompts", "lockdown", "sandbox_worker", "sandbox", "policy", "rollout", "judge",
-         "reward", "benchmarks", "selection", "grpo", "taxonomy", "page", "report", "trainer", "toy"]
+ORDER = ["config", "images", "trajectory", "data", "prompts", "toy", "lockdown", "sandbox_worker", "sandbox", "policy", "rollout",
+         "judge", "reward", "benchmarks", "selection", "grpo", "taxonomy", "page", "report", "trainer"]
 TREES = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py")}
 
 

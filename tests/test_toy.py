@@ -4,14 +4,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from cold_start import Lessons, picture_accuracy, teach
 
 from pyvision_mini.config import Config
 from pyvision_mini.images import to_rgb
 from pyvision_mini.policy import EMBEDDED, fit_image, load_policy
 from pyvision_mini.reward import check_gold, score
 from pyvision_mini.rollout import describe, rollout
-from pyvision_mini.toy import (QUADRANTS, Lessons, image_problems, image_scene, picture_accuracy, teach, video_problems,
-                                video_scene)
+from pyvision_mini.toy import QUADRANTS, image_problems, image_scene, video_problems, video_scene
 
 
 def scenes(n, seed=0):
