@@ -34,16 +34,19 @@ def curves(name: str) -> None:
 
 
 def trajectory() -> None:
-    """The rollout of the logged group that looked twice and was right, opened."""
+    """Of the logged group the best rollout that looked twice and was right, opened."""
     if not (chromium := shutil.which("chromium")):
         print("docs/trajectory.png stays as it is: no chromium on PATH")
         return
+    group, = read_metrics(LOGS / "trajectory.jsonl")
+    group["rollouts"] = [t for t in group["rollouts"] if t["grade"] == 1 and len(t["turns"]) == 3][:1]
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(LOGS / "trajectory.jsonl", Path(folder) / "trajectories.jsonl")
-        page.write(Path(folder))
+        (out := Path(folder) / "image").mkdir()
+        page.append(out / "trajectories.jsonl", [group])
+        page.write(out)
         subprocess.run([chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,1045",
                         f"--user-data-dir={folder}/profile", f"--screenshot={DOCS / 'trajectory.png'}",
-                        f"file://{folder}/trajectories.html#view=list&right=right&calls=2&open=0.0"],
+                        f"file://{folder}/image/trajectories.html#view=list&open=0.0"],
                        check=True, capture_output=True, timeout=120)
 
 
