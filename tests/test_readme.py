@@ -58,7 +58,8 @@ def test_every_relative_link_of_the_documents_leads_to_a_file():
 
 def test_what_a_run_prints_is_quoted_from_its_log():
     logs = {line for name in ("image", "video") for line in (ROOT / f"docs/logs/train_{name}.txt").read_text().splitlines()}
-    quoted = [block.splitlines() for block in re.findall(r"^```\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+    quoted = [block.splitlines() for language, block in blocks if not language]
     assert len(quoted) == 2 and [line for block in quoted for line in block if line not in logs | {"..."}] == []
 
 
