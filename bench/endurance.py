@@ -30,7 +30,8 @@ CLOCKED = ("elapsed", "seconds_", "peak_memory_gb")
 
 def start(out: Path, steps: int, *flags: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, ROOT / "train_image.py", "--out", out, "--steps", str(steps), *SMALL, *flags],
-                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+                            env={**os.environ, "TMPDIR": str(out.parent)})
 
 
 def metrics(out: Path) -> list[dict]:
@@ -39,17 +40,17 @@ def metrics(out: Path) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(CLOCKED)} for line in lines if line.endswith("}")]
 
 
-def left_behind() -> tuple[int, int]:
-    """(sandbox processes, scratch folders) on this machine."""
+def left_behind(folder: Path) -> tuple[int, int]:
+    """(sandbox processes, scratch folders) of the runs below `folder`."""
     commands = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.is_file())
-    return sum(b"sandbox_worker.py" in command for command in commands), len(
-        list(Path(tempfile.gettempdir()).glob("pyvision-mini-*")))
+    return sum(str(folder).encode() in command for command in commands if b"sandbox_worker.py" in command), len(
+        list(folder.glob("pyvision-mini-*")))
 
 
 def kills(folder: Path, steps: int = 30, n_kills: int = 10) -> None:
     whole = start(folder / "whole", steps)
     assert whole.wait() == 0, whole.stderr.read()
-    before, rng, out, during_save = left_behind(), random.Random(0), folder / "killed", 0
+    rng, out, during_save = random.Random(0), folder / "killed", 0
     for i in tqdm(range(n_kills), desc="kills"):
         run, done = start(out, steps, *["--resume"] * (i > 0)), len(metrics(out))
         while len(metrics(out)) < min(done + 2, steps - 1):      # it gets somewhere between two kills
@@ -69,8 +70,7 @@ def kills(folder: Path, steps: int = 30, n_kills: int = 10) -> None:
     time.sleep(3)
     same = metrics(out) == metrics(folder / "whole")
     print(f"kill: {n_kills} times SIGKILL in {steps} steps, {during_save} of them left a half-written checkpoint; metrics equal "
-          f"those of an untouched run, step for step: {same}; processes and scratch folders before and after: {before}, "
-          f"{left_behind()}")
+          f"those of an untouched run, step for step: {same}; processes and scratch folders left: {left_behind(folder)}", flush=True)
     assert same
 
 
@@ -83,7 +83,7 @@ def soak(folder: Path, steps: int = 200) -> None:
             bar.update(n - bar.n)
             try:
                 rss = int((proc / "statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
-                found[n] = (round(rss), len(os.listdir(proc / "fd")), *left_behind())
+                found[n] = (round(rss), len(os.listdir(proc / "fd")), *left_behind(folder))
             except OSError:                      # it has just ended
                 break
             time.sleep(0.5)
@@ -99,6 +99,7 @@ def main() -> None:
     only = parser.parse_args().only
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o711)                  # the sandbox's own users have to reach their scratch in it
         for name, check in (("kill", kills), ("soak", soak)):
             if only in ("", name):
                 check(Path(folder))
