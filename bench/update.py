@@ -11,6 +11,7 @@ Qwen's 151,936 (random rows on top), where the head is nearly all the work; on a
 - trl, at once  32 rows at once, no checkpointing
 
     OMP_NUM_THREADS=1 python bench/update.py | tee docs/logs/update.txt          # writes docs/logs/update.jsonl too
+    OMP_NUM_THREADS=1 python bench/update.py profile | tee docs/logs/update_profile.txt        # of ours, at the small vocabulary
 """
 
 import json
@@ -107,8 +108,19 @@ def main() -> None:
                       f"gradient norm {r['grad_norm']:.4f}   ours = 1: seconds {times:.2f}, memory {share:.2f}", flush=True)
 
 
+def profile() -> None:
+    torch.set_num_threads(1)
+    step = ours(Episodes(4, 8, 4, 64))
+    step()
+    with torch.profiler.profile() as profiler:
+        step()
+    print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15, max_name_column_width=45))
+
+
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         main()
+    elif sys.argv[1] == "profile":
+        profile()
     else:
         print(json.dumps(measure(sys.argv[1], *map(int, sys.argv[2:]))))
