@@ -78,9 +78,13 @@ def _vstar_json(row: dict) -> dict:
 
 def _hrbench(row: dict) -> dict:
     """A question comes in several rows with its options moved on: one observation, not several."""
-    image = (row["image"] or "").encode()
-    with suppress(ValueError):                   # what is no base64 stays in as it is, an image that cannot be read
-        image = base64.b64decode(image)
+    image = row["image"]
+    if isinstance(image, dict):                  # of a parquet file
+        image = image["bytes"]
+    else:
+        image = (image or "").encode()
+        with suppress(ValueError):               # what is no base64 stays in as it is, an image that cannot be read
+            image = base64.b64decode(image)
     return {"choices": [row[c] for c in "ABCDEFGH" if row.get(c) not in (None, "")],
             "variant_of": row["question"] + hashlib.sha1(image).hexdigest(), "media": [{"bytes": image}]}
 

@@ -266,6 +266,12 @@ def test_an_image_that_is_no_image_or_no_base64_or_empty_stays_in_and_fails_when
             load_image(problem.images[0])
 
 
+def test_an_hrbench_row_of_a_parquet_file_holds_the_image_itself(tmp_path):
+    row = hrbench(0, {"bytes": base64.b64decode(BASE64), "path": None})
+    problem = READERS[[reader.name for reader in READERS].index("HRBench")].more(row)
+    assert problem["media"] == [{"bytes": base64.b64decode(BASE64)}]
+
+
 def test_quotes_tabs_line_breaks_and_a_byte_order_mark_in_a_tsv_are_read(tmp_path):
     path = write(tmp_path, "hr.tsv", [hrbench(0, BASE64, 'Which "one"?\tThis\nor that')])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
