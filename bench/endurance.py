@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -28,9 +29,13 @@ SMALL = ("--group_size 4 --problems_per_round 4 --groups_per_step 2 --max_rounds
 CLOCKED = ("elapsed", "seconds_", "peak_memory_gb")
 
 
+def errors(out: Path) -> Path:
+    return out.with_suffix(".stderr")            # a file: a pipe that nobody reads would fill up with progress bars
+
+
 def start(out: Path, steps: int, *flags: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, ROOT / "train_image.py", "--out", out, "--steps", str(steps), *SMALL, *flags],
-                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+                            stdout=subprocess.DEVNULL, stderr=errors(out).open("w"), start_new_session=True,
                             env={**os.environ, "TMPDIR": str(out.parent)})
 
 
@@ -42,19 +47,21 @@ def metrics(out: Path) -> list[dict]:
 
 def left_behind(folder: Path) -> tuple[int, int]:
     """(sandbox processes, scratch folders) of the runs below `folder`."""
-    commands = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.is_file())
-    return sum(str(folder).encode() in command for command in commands if b"sandbox_worker.py" in command), len(
-        list(folder.glob("pyvision-mini-*")))
+    n_processes = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):                  # it has just ended
+            n_processes += b"sandbox_worker.py" in (command := path.read_bytes()) and str(folder).encode() in command
+    return n_processes, len(list(folder.glob("pyvision-mini-*")))
 
 
 def kills(folder: Path, steps: int = 30, n_kills: int = 10) -> None:
     whole = start(folder / "whole", steps)
-    assert whole.wait() == 0, whole.stderr.read()
+    assert whole.wait() == 0, errors(folder / "whole").read_text()
     rng, out, during_save = random.Random(0), folder / "killed", 0
     for i in tqdm(range(n_kills), desc="kills"):
         run, done = start(out, steps, *["--resume"] * (i > 0)), len(metrics(out))
         while len(metrics(out)) < min(done + 2, steps - 1):      # it gets somewhere between two kills
-            assert run.poll() is None, run.stderr.read()
+            assert run.poll() is None, errors(out).read_text()
             time.sleep(0.05)
         if i % 2:                                # every other time at a random moment, else while a checkpoint is written
             time.sleep(rng.uniform(0, 2))
@@ -66,7 +73,7 @@ def kills(folder: Path, steps: int = 30, n_kills: int = 10) -> None:
         run.wait()
         during_save += bool(list(out.glob("checkpoints/*.partial")))
     last = start(out, steps, "--resume")
-    assert last.wait() == 0, last.stderr.read()
+    assert last.wait() == 0, errors(out).read_text()
     time.sleep(3)
     same = metrics(out) == metrics(folder / "whole")
     print(f"kill: {n_kills} times SIGKILL in {steps} steps, {during_save} of them left a half-written checkpoint; metrics equal "
@@ -81,13 +88,11 @@ def soak(folder: Path, steps: int = 200) -> None:
         while run.poll() is None:
             n, proc = len(metrics(out)), Path("/proc") / str(run.pid)
             bar.update(n - bar.n)
-            try:
+            with suppress(OSError):              # it has just ended
                 rss = int((proc / "statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
-                found[n] = (round(rss), len(os.listdir(proc / "fd")), *left_behind(folder))
-            except OSError:                      # it has just ended
-                break
+                found[n if rss else -1] = (round(rss), len(os.listdir(proc / "fd")), *left_behind(folder))
             time.sleep(0.5)
-    assert run.wait() == 0, run.stderr.read()
+    assert run.wait() == 0, errors(out).read_text()
     for label, at in (("after 20 steps", 20), ("after 100 steps", 100), ("at the end", max(found))):
         n = min(found, key=lambda step: abs(step - at))
         print("soak: {} ({}): {} MB resident, {} descriptors, {} sandbox processes, {} scratch folders".format(label, n, *found[n]))
