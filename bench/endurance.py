@@ -90,7 +90,8 @@ def soak(folder: Path, steps: int = 200) -> None:
             bar.update(n - bar.n)
             with suppress(OSError):              # it has just ended
                 rss = int((proc / "statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
-                found[n if rss else -1] = (round(rss), len(os.listdir(proc / "fd")), *left_behind(folder))
+                if rss:
+                    found[n] = (round(rss), len(os.listdir(proc / "fd")), *left_behind(folder))
             time.sleep(0.5)
     assert run.wait() == 0, errors(out).read_text()
     for label, at in (("after 20 steps", 20), ("after 100 steps", 100), ("at the end", max(found))):
