@@ -53,6 +53,9 @@ def trl(episodes: Episodes, folder: str, rows: int, checkpointing: bool) -> Call
                       steps_per_generation=parts, activation_checkpointing=checkpointing, generation_batch_size=None)
     trainer.current_gradient_accumulation_steps = parts
     model = trainer.model.train()
+    if checkpointing:                            # as Trainer.train() would do, which is not called here
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    assert model.is_gradient_checkpointing == checkpointing
     trainer._prepare_inputs(trainer.inputs)
 
     def step() -> float:
