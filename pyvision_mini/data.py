@@ -183,14 +183,18 @@ class ProblemStream:
         assert 0 < len({p.id for p in problems}) == len(problems), f"{len(problems)} problems, but none or equal ids"
         self.problems, self.seed, self.rank, self.world, self.check = problems, seed, rank, world, check
         self.skipped: dict[str, str] = {}            # problem id → why it cannot be shown
-        self.load_state_dict({"epoch": 0, "index": 0})
+        self._start(0, 0)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "index": self.index}
+    def state_dict(self) -> dict:
+        return {"epoch": self.epoch, "index": self.index, "skipped": dict(self.skipped)}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to a position: `index` problems of `epoch` are drawn already."""
-        self.epoch, self.index = state["epoch"], state["index"]
+    def load_state_dict(self, state: dict) -> None:
+        """Go to a position: `index` problems of `epoch` are drawn already, `skipped` could not be shown."""
+        self.skipped = dict(state.get("skipped", {}))
+        self._start(state["epoch"], state["index"])
+
+    def _start(self, epoch: int, index: int) -> None:
+        self.epoch, self.index = epoch, index
         self.order = list(range(len(self.problems)))
         # A string seed: epoch 1 of seed 0 is not epoch 0 of seed 1, and every process gets the same order.
         random.Random(f"{self.seed}/{self.epoch}").shuffle(self.order)
@@ -200,7 +204,7 @@ class ProblemStream:
         batch: list[Problem] = []
         while len(batch) < n:
             if self.index >= len(self.order):
-                self.load_state_dict({"epoch": self.epoch + 1, "index": 0})
+                self._start(self.epoch + 1, 0)
             problem = self.problems[self.order[self.index]]
             self.index += 1
             if reason := unreadable(problem) or self.check(problem):

@@ -155,7 +155,7 @@ class Reporter:
         if done and (out / "summary.json").is_file():
             self.summary |= json.loads((out / "summary.json").read_text())
         kept = [row for row in read_metrics(self.metrics_path) if row["step"] <= done]
-        self.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        replace(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
         page.merge(out, done if cfg.resume else -1)
         if kept:                                 # a resumed run's clock goes on
             self.started -= kept[-1]["elapsed"]
@@ -241,13 +241,19 @@ class Reporter:
     def _save_summary(self) -> None:
         if self.first:
             self.summary["seconds"] = time.time() - self.started
-            (self.out / "summary.json").write_text(json.dumps(self.summary, indent=1) + "\n")
+            replace(self.out / "summary.json", json.dumps(self.summary, indent=1) + "\n")
 
     def curves(self) -> None:
         if self.first:
             page.write(self.out)
         if self.first and (rows := read_metrics(self.metrics_path)):
             draw_curves(rows, self.summary["evaluations"], self.out / "curves.png", self.name)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    (partial := path.with_suffix(".partial")).write_text(text)
+    partial.replace(path)
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -385,8 +391,7 @@ def merge_samples(out: Path, k: int = 0) -> list[dict]:
     rows = [row for file in files for row in read_metrics(file)]
     graded = Counter((row["data"], row["setting"], row["id"]) for row in rows if row["accuracy"] is not None)
     rows = [row for row in rows if not k or graded[row["data"], row["setting"], row["id"]] == k]
-    (partial := out / "samples.partial").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    partial.replace(out / "samples.jsonl")
+    replace(out / "samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     for file in files:
         if file.name != "samples.jsonl":
             file.unlink()
@@ -460,7 +465,7 @@ def write_results(rows: list[dict], settings: dict, notes: dict, judge_failures:
     summary = summarize([row for row in rows if row["setting"] == "agent"]) | {
         "results": results, "settings": settings, "rows": notes, "judge_failures": judge_failures,
         "seconds": time.time() - started}
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    replace(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     lines = [f"{'':40} avg@k   ±95%  pass@k  macro      n  calls  no-op  error  none  turns  img tok  text tok"]
     for name, r in results.items():
         numbers = [f"{'-' if r[key] is None else format(r[key], '.3f'):>6}" for key in ("accuracy", "ci95", "pass_k", "macro")]

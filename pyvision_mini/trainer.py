@@ -5,6 +5,7 @@ Axes: B rows of a micro-batch, T padded tokens, N action tokens of the micro-bat
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -17,11 +18,13 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from math import isfinite, nan
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -213,6 +216,7 @@ class Ranks:
         """`patience_h`: hours a rank waits in a collective for the slowest one."""
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.lock: IO[str] | None = None         # rank 0's, on the output folder
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
         if cuda:
@@ -233,6 +237,8 @@ class Ranks:
         return values
 
     def close(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
         if self.sharded:
             dist.destroy_process_group()
 
@@ -295,20 +301,30 @@ class Learner:
                 replica[part].get_parameter(rest).copy_(param.full_tensor())
 
     def save(self, folder: Path, position: dict, keep: int) -> None:
-        """Write a checkpoint beside its place and rename it: model/ in HF format, state/ sharded, position.json."""
+        """Write a checkpoint beside its place and rename it: model/ in HF format, state/ sharded, position.json.
+
+        One that is there already stays, as nothing has changed since: no moment may be without a whole checkpoint.
+        """
         partial, first = folder.with_suffix(".partial"), self.ranks.rank == 0
+        if self.ranks.all_gather((folder / "position.json").is_file())[0]:
+            return
         if first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self.ranks.all_gather(None)
         model, optimizer = get_state_dict(self.scorer, self.optimizer)
-        with warnings.catch_warnings(action="ignore", category=UserWarning):     # that it runs in one process
-            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=partial / "state")
+        try:
+            with warnings.catch_warnings(action="ignore", category=UserWarning):     # that it runs in one process
+                dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=partial / "state")
+            if first:
+                self.policy.model.save_pretrained(partial / "model")
+                self.policy.processor.save_pretrained(partial / "model")
+        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+            raise UserError(f"{partial}: cannot be written ({str(error).splitlines()[0][:120]}); is the disk full? "
+                            f"Make room, then --resume --out {folder.parent.parent}") from None
         if first:
-            self.policy.model.save_pretrained(partial / "model")
-            self.policy.processor.save_pretrained(partial / "model")
             (partial / "position.json").write_text(json.dumps(position))
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)    # what an interrupted clean-up left of it
             partial.rename(folder)
             for old in checkpoints(folder.parent)[:-keep]:
                 shutil.rmtree(old)
@@ -358,7 +374,7 @@ def train(cfg: Config, name: str, problems: list[Problem], held_out: list[Proble
     stop, ranks = StopSignal(), Ranks()
     out = output_folder(cfg, name, ranks)
     learner = Learner(cfg, ranks)
-    position = {"step": 0, "evaluated": -1, "stream": {"epoch": 0, "index": 0}}
+    position = {"step": 0, "evaluated": -1, "stream": {"epoch": 0, "index": 0}, "grader_failures": 0}
     if cfg.resume and (found := checkpoints(out / "checkpoints")):
         position = learner.load(found[-1])
         for key in ("model", "data", "seed"):        # the position would mean nothing
@@ -367,6 +383,7 @@ def train(cfg: Config, name: str, problems: list[Problem], held_out: list[Proble
     with open_pool(cfg, ranks) as pool, report.Reporter(out, name, cfg, ranks.rank, started, position["step"]) as reporter:
         stream = ProblemStream(problems, cfg.seed, ranks.rank, ranks.world, check=lambda problem: describe(problem, pool))
         stream.load_state_dict(position["stream"])
+        GRADER_FAILURES["before"] = position.get("grader_failures", 0) if ranks.rank == 0 else 0
         reporter.start(learner.policy, choose_attention(learner.policy), pool, len(problems), len(held_out), ranks.world)
         if cfg.top_k:
             reporter.line(f"warning: --top_k {cfg.top_k} samples from fewer tokens than the update scores: not on-policy")
@@ -388,10 +405,18 @@ def output_folder(cfg: Config, name: str, ranks: Ranks) -> Path:
     used = [n for n in ("config.json", "metrics.jsonl", "checkpoints") if (out / n).exists()]
     if any(ranks.all_gather(bool(used) and not cfg.resume)):
         raise UserError(f"--out {out}: holds a run already; add --resume to go on with it, or choose another folder")
+    busy = False
     try:
         out.mkdir(parents=True, exist_ok=True)
+        if ranks.rank == 0:                      # held until this process ends, however it does
+            ranks.lock = (out / ".lock").open("w")
+            fcntl.flock(ranks.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        busy = True
     except OSError as error:
-        raise UserError(f"--out {out}: cannot be created: {error.strerror}") from None
+        raise UserError(f"--out {out}: cannot be written to: {error.strerror}") from None
+    if any(ranks.all_gather(busy)):
+        raise UserError(f"--out {out}: a run that is going on writes to it; wait for its end, or choose another folder")
     return out
 
 
@@ -459,9 +484,10 @@ class Run:
                 page.step_rows(selection, self.cfg, step, self.ranks.rank, self.ranks.world))
         parts, groups, failures, shown = zip(*self.ranks.all_gather(mine))
         rows = [row for part in parts for row in part]
+        self.position["grader_failures"] = sum(failures)
         skipped = [f"{name}: {why}" for name, why in self.stream.skipped.items()]
         self.reporter.step(step, rows, groups, result, seconds,
-                           {"skipped_rows": len(skipped), "grader_failures": sum(failures)})
+                           {"skipped_rows": len(skipped), "grader_failures": self.position["grader_failures"]})
         self.reporter.show(shown)
         self.reporter.name_failures([*skipped, *(row["failure"] for row in rows)])
         if step == 1:

@@ -217,7 +217,7 @@ def small_data(tmp_path):
     (["--data", "{}/missing.jsonl"], "nowhere.png not found"),
     (["--data", "{}/unreadable.jsonl"], "bad.png"),
     (["--out", "{}/used"], "holds a run already; add --resume"),
-    (["--out", "{}/good.png/run"], "cannot be created"),
+    (["--out", "{}/good.png/run"], "cannot be written to"),
 ])
 def test_bad_input_is_one_line_that_says_what_and_what_to_do(flags, says, small_data, monkeypatch):
     out = [] if "--out" in flags else ["--out", small_data / "run"]

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from pyvision_mini import report, trainer
-from pyvision_mini.config import Config, cli
+from pyvision_mini.config import Config, UserError, cli
 from pyvision_mini.policy import load_policy
 from pyvision_mini.prompts import IM_END, IM_START, IMAGE, VISION_END, VISION_START
 from pyvision_mini.selection import Selection
@@ -230,16 +230,30 @@ def test_the_head_never_sees_more_than_a_chunk_of_action_tokens(policy, monkeypa
     monkeypatch.setattr(trainer, "HEAD_CHUNK", 50)
     rows = []
     policy.model.lm_head.register_forward_hook(lambda module, args, out: rows.append(out.shape))
-    trajs = [traj for group in eight(policy) for traj in group.trajectories]
-    Scorer(policy, 1.0, checkpointing=False)(collate(policy, trajs))
+    trajs, saved = [traj for group in eight(policy) for traj in group.trajectories], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.shape) or tensor, lambda tensor: tensor):
+        Scorer(policy, 1.0, checkpointing=False)(collate(policy, trajs))
+    assert saved and not [shape for shape in saved if shape[-1:] == rows[0][-1:]]  # not even a chunk waits for the backward
     assert [len(shape) for shape in rows] == [2] * len(rows)
     assert [shape[0] for shape in rows] == [50] * 9 + [1]                          # 451 action tokens in all
+
+
+def test_a_folder_that_a_run_writes_to_is_refused_until_that_run_has_ended(tmp_path):
+    cfg, first = replace(CFG, out=str(tmp_path / "run")), trainer.Ranks()
+    trainer.output_folder(cfg, "image", first)
+    with pytest.raises(UserError, match="a run that is going on writes to it"):
+        trainer.output_folder(cfg, "image", trainer.Ranks())
+    first.close()
+    assert trainer.output_folder(cfg, "image", trainer.Ranks()) == tmp_path / "run"
 
 
 def test_a_half_written_checkpoint_does_not_count_and_old_ones_go(tmp_path):
     learner = trainer.Learner(CFG, OneRank())
     for step in (1, 2, 3):
         learner.save(tmp_path / f"step-{step:06d}", {"step": step}, keep=2)
+    (tmp_path / "step-000003" / "it stays").touch()                                # a kill must find one that is whole
+    learner.save(tmp_path / "step-000003", {"step": 3}, keep=2)
+    assert (tmp_path / "step-000003" / "it stays").exists()
     (tmp_path / "step-000004.partial").mkdir()
     (tmp_path / "step-000005").mkdir()
     assert [path.name for path in trainer.checkpoints(tmp_path)] == ["step-000002", "step-000003"]
