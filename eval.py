@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from pyvision_mini import page, report, toy, trainer
 from pyvision_mini.benchmarks import load_benchmark
-from pyvision_mini.config import Config, EvalConfig, UserError, cli, parse_config
+from pyvision_mini.config import Config, EvalConfig, UserError, cli, parse_config, write_whole
 from pyvision_mini.judge import Judge
 from pyvision_mini.policy import load_policy
 from pyvision_mini.reward import GRADER_FAILURES, score, total_reward
@@ -126,7 +126,7 @@ def main() -> None:
     if changed := [key for key in settings if before.get(key) != settings[key] and key not in ("out", "resume")]:
         raise UserError(f"--resume --out {out}: it was started with another {changed[0]}, {before.get(changed[0])!r}")
     if ranks.rank == 0:
-        saved.write_text(json.dumps(settings, indent=1) + "\n")
+        write_whole(saved, json.dumps(settings, indent=1) + "\n")
         kept = report.merge_samples(out, flags.k)
     done = ranks.all_gather(ranks.rank == 0 and {(row["data"], row["setting"], row["id"]) for row in kept})[0]
     policy = load_policy(cfg.model or None, ranks.device, torch.float32 if ranks.device.type == "cpu" else torch.bfloat16)

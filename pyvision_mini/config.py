@@ -161,8 +161,14 @@ def parse_config(argv: list[str] | None = None, extra: type | None = None, paper
     return (cfg, extra(**values)) if extra else cfg
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all: a killed run leaves none that is cut."""
+    (partial := path.with_suffix(".partial")).write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
 def save_config(cfg: Config, path: Path) -> None:
-    path.write_text(json.dumps(asdict(cfg), indent=1) + "\n")
+    write_whole(path, json.dumps(asdict(cfg), indent=1) + "\n")
 
 
 def explicit(cfg: Config) -> dict:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from pyvision_mini.config import Config
+from pyvision_mini.config import Config, write_whole
 from pyvision_mini.grpo import group_advantages
 from pyvision_mini.selection import Selection, drop_reason, group_drop_reason
 from pyvision_mini.trajectory import Group, Trajectory, Turn
@@ -158,8 +158,7 @@ def merge(out: Path, done: int | None = None) -> list[dict]:
         cut = [(len(lines) > 1 and sum(map(len, lines)), -abs(i - len(filled) / 2)) for i, lines in enumerate(filled)]
         filled[cut.index(max(cut))].pop()
     lines = [line for lines in sections.values() for line in lines]
-    (partial := out / "trajectories.partial").write_text("".join(lines))
-    partial.replace(out / "trajectories.jsonl")
+    write_whole(out / "trajectories.jsonl", "".join(lines))
     for file in files:
         if file.name != "trajectories.jsonl":
             file.unlink()
@@ -177,5 +176,4 @@ def write(out: Path) -> None:
     for tag in ("style", "script"):              # which may run is said by digest
         body = text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
         text = text.replace(f"{tag}-digest", b64encode(sha256(body.encode()).digest()).decode())
-    (partial := out / "trajectories.partial").write_text(text.replace("page-data", data), encoding="utf-8")
-    partial.replace(out / "trajectories.html")
+    write_whole(out / "trajectories.html", text.replace("page-data", data))

@@ -112,7 +112,8 @@ def sampling_logits(logits_NV: torch.Tensor, temperature: float, suppressed: tup
     if temperature != 1.0:
         out_NV = out_NV / temperature
     if len(suppressed):
-        out_NV = out_NV if give_up else out_NV.clone()
+        if out_NV is logits_NV and not give_up:
+            out_NV = out_NV.clone()
         with torch.no_grad():
             out_NV.index_fill_(-1, torch.tensor(suppressed, device=out_NV.device), -torch.inf)
     return out_NV

@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from pyvision_mini import page
-from pyvision_mini.config import Config, UserError, cli, explicit, save_config
+from pyvision_mini.config import Config, UserError, cli, explicit, save_config, write_whole
 from pyvision_mini.selection import Selection
 from pyvision_mini.trajectory import Trajectory
 
@@ -155,7 +155,7 @@ class Reporter:
         if done and (out / "summary.json").is_file():
             self.summary |= json.loads((out / "summary.json").read_text())
         kept = [row for row in read_metrics(self.metrics_path) if row["step"] <= done]
-        replace(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_whole(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
         page.merge(out, done if cfg.resume else -1)
         if kept:                                 # a resumed run's clock goes on
             self.started -= kept[-1]["elapsed"]
@@ -241,19 +241,13 @@ class Reporter:
     def _save_summary(self) -> None:
         if self.first:
             self.summary["seconds"] = time.time() - self.started
-            replace(self.out / "summary.json", json.dumps(self.summary, indent=1) + "\n")
+            write_whole(self.out / "summary.json", json.dumps(self.summary, indent=1) + "\n")
 
     def curves(self) -> None:
         if self.first:
             page.write(self.out)
         if self.first and (rows := read_metrics(self.metrics_path)):
             draw_curves(rows, self.summary["evaluations"], self.out / "curves.png", self.name)
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    (partial := path.with_suffix(".partial")).write_text(text)
-    partial.replace(path)
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -329,8 +323,8 @@ def compare(runs: dict[str, list[dict]], path: Path) -> None:
     five steps on top, held-out accuracy as stars."""
     from matplotlib.figure import Figure
 
-    figure, half = Figure(figsize=(20, 13), layout="constrained"), len(COMPARED) // 2
-    panels = figure.subplots(4, half).flat
+    figure = Figure(figsize=(20, 13), layout="constrained")
+    panels = figure.subplots(4, len(COMPARED) // 2).flat
     for axes, (x, key) in zip(panels, [(x, key) for x in ("step", "elapsed") for key in COMPARED]):
         for i, (name, rows) in enumerate(runs.items()):
             at, values = _points(rows, key, x)
@@ -391,7 +385,7 @@ def merge_samples(out: Path, k: int = 0) -> list[dict]:
     rows = [row for file in files for row in read_metrics(file)]
     graded = Counter((row["data"], row["setting"], row["id"]) for row in rows if row["accuracy"] is not None)
     rows = [row for row in rows if not k or graded[row["data"], row["setting"], row["id"]] == k]
-    replace(out / "samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write_whole(out / "samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     for file in files:
         if file.name != "samples.jsonl":
             file.unlink()
@@ -465,7 +459,7 @@ def write_results(rows: list[dict], settings: dict, notes: dict, judge_failures:
     summary = summarize([row for row in rows if row["setting"] == "agent"]) | {
         "results": results, "settings": settings, "rows": notes, "judge_failures": judge_failures,
         "seconds": time.time() - started}
-    replace(out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_whole(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     lines = [f"{'':40} avg@k   ±95%  pass@k  macro      n  calls  no-op  error  none  turns  img tok  text tok"]
     for name, r in results.items():
         numbers = [f"{'-' if r[key] is None else format(r[key], '.3f'):>6}" for key in ("accuracy", "ci95", "pass_k", "macro")]

@@ -374,7 +374,7 @@ def train(cfg: Config, name: str, problems: list[Problem], held_out: list[Proble
     stop, ranks = StopSignal(), Ranks()
     out = output_folder(cfg, name, ranks)
     learner = Learner(cfg, ranks)
-    position = {"step": 0, "evaluated": -1, "stream": {"epoch": 0, "index": 0}, "grader_failures": 0}
+    position = {"step": 0, "evaluated": -1, "stream": {"epoch": 0, "index": 0}}
     if cfg.resume and (found := checkpoints(out / "checkpoints")):
         position = learner.load(found[-1])
         for key in ("model", "data", "seed"):        # the position would mean nothing

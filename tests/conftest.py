@@ -1,16 +1,11 @@
 """What the tests share: a tiny policy of random weights, built once, and one sandbox pool."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from cold_start import CHAT_TEMPLATE, build_policy
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-from cold_start import CHAT_TEMPLATE, build_policy  # noqa: E402
-
-from pyvision_mini.prompts import TEMPLATES  # noqa: E402
-from pyvision_mini.sandbox import SandboxPool  # noqa: E402
+from pyvision_mini.prompts import TEMPLATES
+from pyvision_mini.sandbox import SandboxPool
 
 torch.set_num_threads(1)     # the batches are too small for more
 

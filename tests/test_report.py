@@ -1,6 +1,5 @@
 """Runs laid over one another, and the numbers of bench/study.py."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from math import isnan
 from pathlib import Path
 
 import pytest
+import study
 
 from pyvision_mini import report
 from pyvision_mini.config import UserError
@@ -109,45 +109,38 @@ def test_curves_leave_out_the_reasons_that_do_not_occur_and_lines_without_the_me
 # --- bench/study.py ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def study():
-    spec = importlib.util.spec_from_file_location("study", ROOT / "bench" / "study.py")
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module
-
-
 def log(accuracies, held_out):
     """A study log: header, steps, evaluations."""
     steps = [{"step": i + 1, "accuracy": accuracy} for i, accuracy in enumerate(accuracies)]
     return [{"setting": "base"}, *steps, *({"step": step, "held_out": value} for step, value in held_out.items())]
 
 
-def test_the_standard_error_is_over_seeds_and_unknown_for_one(study):
+def test_the_standard_error_is_over_seeds_and_unknown_for_one():
     mean, error = study.mean_and_error([1.0, 2.0, 3.0])      # sample std 1, divided by √3
     assert (mean, round(error, 4)) == (2.0, 0.5774)
     mean, error = study.mean_and_error([0.5])
     assert mean == 0.5 and isnan(error)
 
 
-def test_a_curve_is_smoothed_over_the_steps_before(study):
+def test_a_curve_is_smoothed_over_the_steps_before():
     assert study.smooth([1.0, 2.0, 3.0, 10.0], window=2) == [1.0, 1.5, 2.5, 6.5]
 
 
-def test_a_runs_number_is_the_mean_of_its_last_steps_or_its_last_evaluation(study):
+def test_a_runs_number_is_the_mean_of_its_last_steps_or_its_last_evaluation():
     rows = log([0.0] * 5 + [0.25] * 5 + [0.75] * 5, {0: 0.1, 15: 0.9})
     assert study.outcome(rows, "accuracy") == 0.5            # 5 of the last 10 steps have 0.25, 5 have 0.75
     assert (study.outcome(rows, "before"), study.outcome(rows, "held_out")) == (0.1, 0.9)
     assert (study.change(rows, "accuracy"), round(study.change(rows, "held_out"), 9)) == (0.5, 0.8)
 
 
-def test_a_band_covers_the_steps_all_seeds_have(study):
+def test_a_band_covers_the_steps_all_seeds_have():
     runs = {0: log([0.0, 0.5, 1.0], {0: 0.25}), 1: log([1.0, 0.5], {0: 0.75})}
     #                smoothed: 0, 0.25, 0.5                1, 0.75
     assert study.band(runs, "accuracy") == [(1, 0.5, 0.5), (2, 0.5, 0.25)]
     assert study.band(runs, "held_out") == [(0, 0.5, 0.25)]
 
 
-def test_a_log_keeps_what_is_drawn(study, tmp_path):
+def test_a_log_keeps_what_is_drawn(tmp_path):
     step = {key: 1.0 for key in study.KEYS} | {"step": 1, "dropped": {"flat": 2}, "loss": 0.5}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n")
     (tmp_path / "summary.json").write_text(json.dumps({"seconds": 9.0, "evaluations": [
@@ -158,7 +151,7 @@ def test_a_log_keeps_what_is_drawn(study, tmp_path):
     assert evaluation == {"step": 0, "held_out": 0.5, "held_out_calls": 2.0}
 
 
-def test_a_difference_from_the_baseline_is_taken_seed_by_seed(study, monkeypatch):
+def test_a_difference_from_the_baseline_is_taken_seed_by_seed(monkeypatch):
     monkeypatch.setattr(study, "COLUMNS", {"held_out": "held out"})
     runs = {"base": {0: log([], {0: 0.125, 24: 0.25}), 1: log([], {0: 0.25, 24: 0.75})},   # by 0.5, the settings
             "max_turns": {0: log([], {24: 0.125}), 1: log([], {24: 0.625})}}   # by 0.125 in each of them
@@ -168,6 +161,6 @@ def test_a_difference_from_the_baseline_is_taken_seed_by_seed(study, monkeypatch
         "  minus baseline     -0.125 ±0.000"]
 
 
-def test_the_page_quotes_what_the_logs_say(study):
+def test_the_page_quotes_what_the_logs_say():
     assert f"```text\n{study.report(study.load(ROOT / 'docs' / 'logs' / 'study'))}\n```\n" in (
         ROOT / "docs" / "study.md").read_text()
