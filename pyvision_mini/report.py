@@ -153,7 +153,10 @@ class Reporter:
             return
         save_config(cfg, out / "config.json")
         if done and (out / "summary.json").is_file():
-            self.summary |= json.loads((out / "summary.json").read_text())
+            try:
+                self.summary |= json.loads((out / "summary.json").read_text())
+            except (ValueError, TypeError):
+                self.line(f"warning: {out / 'summary.json'} is damaged: what was evaluated up to step {done} is lost")
         kept = [row for row in read_metrics(self.metrics_path) if row["step"] <= done]
         write_whole(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
         page.merge(out, done if cfg.resume else -1)

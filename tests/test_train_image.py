@@ -83,14 +83,16 @@ def test_top_k_warns_that_training_is_not_on_policy(whole, tmp_path):
     assert "warning" not in whole[1]
 
 
-def test_an_evaluation_that_was_stopped_is_made_up_for(whole, tmp_path):
+def test_an_evaluation_that_was_stopped_is_made_up_for_and_a_damaged_summary_is_no_end(whole, tmp_path):
     shutil.copytree(whole[0], tmp_path / "run")
     position = tmp_path / "run/checkpoints/step-000004/position.json"
     saved = json.loads(position.read_text())
     assert saved["evaluated"] == 4
     position.write_text(json.dumps({**saved, "evaluated": 0}))
+    (tmp_path / "run/summary.json").write_text('{"before": ')
     printed = run("--out", tmp_path / "run", "--steps", 4, "--resume", *SMALL)
     assert "held out, after: accuracy" in printed and "held out, before" not in printed
+    assert f"warning: {tmp_path}/run/summary.json is damaged" in printed
 
 
 def test_a_checkpoint_that_cannot_be_read_and_a_resume_on_other_data_say_so(whole, small_data, monkeypatch):
