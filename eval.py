@@ -34,9 +34,10 @@ from pyvision_mini.trajectory import Group, Problem, Trajectory
 
 
 def problems(cfg: Config, flags: EvalConfig, out: Path) -> dict[str, tuple[list[Problem], dict]]:
-    """Name → (problems, what is to be told of rows): `image`, `video` (generated) and files, separated by commas."""
+    """Name → (problems, what is to be told of rows): `image`, `video` (generated) and files, separated by commas, or one
+    file whose name may hold some."""
     found, made = {}, {"image": toy.image_problems, "video": toy.video_problems}
-    for part in (cfg.data or "image,video").split(","):
+    for part in [cfg.data] if Path(cfg.data).is_file() else (cfg.data or "image,video").split(","):
         if part in made:
             found[part] = made[part](flags.limit or 100, 0, "test"), {}
         else:

@@ -256,6 +256,11 @@ def test_files_of_one_name_stay_apart_odd_text_is_printed_and_what_each_run_samp
     assert "\\udc001" in capsys.readouterr().out
 
 
+def test_a_comma_in_the_name_of_a_file_is_no_border(tmp_path):
+    path = questions(tmp_path).rename(tmp_path / "a,b.jsonl")
+    assert list(evaluation.problems(Config(data=str(path)), EvalConfig(), tmp_path)) == ["V* (test_questions.jsonl): a,b.jsonl"]
+
+
 def test_two_ranks_write_each_sample_once_and_name_a_bad_row(tmp_path):
     path = questions(tmp_path, 5)
     path.write_text(path.read_text() + "{cut\n")
