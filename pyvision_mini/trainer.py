@@ -226,6 +226,8 @@ class Ranks:
             torch.cuda.set_device(self.device)
         elif self.world > 1:                     # oversubscribed OpenMP threads are ten times slower
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.local_world))
+        with suppress(AttributeError):           # glibc only: one malloc arena, as each thread that waits for a sandbox
+            ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)    # call would have its own, with holes that nobody else fills
         self.sharded = self.world > 1 or cuda
         if self.sharded:
             alone = {} if self.world > 1 else dict(init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
@@ -426,8 +428,6 @@ def output_folder(cfg: Config, name: str, ranks: Ranks) -> Path:
 def open_pool(cfg: Config, ranks: Ranks) -> SandboxPool:
     """This rank's sandbox; by default as many calls at once as its share of the node's cores."""
     workers = cfg.tool_workers or max(1, (os.cpu_count() or 1) // ranks.local_world)
-    with suppress(AttributeError):               # one malloc arena (glibc): each thread that waits for a call would keep
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)        # holes of its own, and resident memory grow by 2.5 MB a step
     return SandboxPool(workers, cfg.tool_timeout_s, cfg.tool_memory_mb, mode=cfg.sandbox)
 
 
