@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from pyvision_mini import page, report, toy, trainer
 from pyvision_mini.benchmarks import load_benchmark
-from pyvision_mini.config import Config, EvalConfig, UserError, cli, parse_config, write_whole
+from pyvision_mini.config import Config, EvalConfig, UserError, cli, direct_config, parse_config, write_json
 from pyvision_mini.judge import Judge
 from pyvision_mini.policy import load_policy
 from pyvision_mini.reward import GRADER_FAILURES, score, total_reward
@@ -50,11 +50,11 @@ def problems(cfg: Config, flags: EvalConfig, out: Path) -> dict[str, tuple[list[
 def runs(cfg: Config, flags: EvalConfig, name: str, rows: list[Problem]) -> dict[str, tuple[Config, int]]:
     """Setting → (its config, frames in the prompt). Sampling is the paper's with --model, unless its flag is given."""
     exact, given = name.startswith("V*") or any(p.videos for p in rows), " ".join(sys.argv).replace("-", "_")
-    sampling = {"temperature": 0.01 if exact else 0.5, "top_k": 0 if exact else 20} if cfg.model else {
-        "temperature": cfg.eval_temperature}
+    sampling = {"temperature": 0.01 if exact else 0.5, "top_k": 0 if exact else 20} if cfg.model else {}
+    if not cfg.model or "__eval_temperature" in given:
+        sampling["temperature"] = cfg.eval_temperature
     agent = replace(cfg, **{key: value for key, value in sampling.items() if f"__{key}" not in given})
-    direct = replace(agent, template="paper_direct" if cfg.model else "direct", max_turns=0, max_images=999,
-                     max_prompt_tokens=1 << 20)
+    direct = direct_config(agent)
     found = {"agent": (agent, 0), "direct": (direct, 0)}
     if any(p.videos for p in rows):
         found[f"uniform, {flags.frames} frames"] = (direct, flags.frames)
@@ -82,7 +82,8 @@ def ask(judge: Judge | None, which: str, rows: list[dict]) -> None:
         row["accuracy"] = None if verdict is None else float(verdict)
 
 
-def show(groups: list[Group], rows: list[dict], cfg: Config, where: tuple[str, str], shown: Counter[bool], file: Path, world: int) -> None:
+def show(groups: list[Group], rows: list[dict], cfg: Config, where: tuple[str, str], shown: Counter[bool], file: Path,
+         world: int) -> None:
     """Put groups on the page until it has enough of them, with the judge's verdict where there is one."""
     for traj, row in zip((traj for group in groups for traj in group.trajectories), rows):
         traj.correct = nan if row["accuracy"] is None else row["accuracy"]
@@ -127,12 +128,13 @@ def main() -> None:
     if changed := [key for key in settings if before.get(key) != settings[key] and key not in ("out", "resume")]:
         raise UserError(f"--resume --out {out}: it was started with another {changed[0]}, {before.get(changed[0])!r}")
     if ranks.rank == 0:
-        write_whole(saved, json.dumps(settings, indent=1) + "\n")
+        write_json(saved, settings)
         kept = report.merge_samples(out, flags.k)
     done = ranks.all_gather(ranks.rank == 0 and {(row["data"], row["setting"], row["id"]) for row in kept})[0]
     policy = load_policy(cfg.model or None, ranks.device, torch.float32 if ranks.device.type == "cpu" else torch.bfloat16)
     say = print if ranks.rank == 0 else lambda *_, **__: None
-    say(f"policy: {cfg.model or 'embedded'}; attention: {choose_attention(policy)}; output: {out}, with trajectories.html to look at")
+    say(f"policy: {cfg.model or 'embedded'}; attention: {choose_attention(policy)}; output: {out}, with trajectories.html "
+        "to look at")
     say("settings:", *(f"{key}={settings[key]}" for key in ("k", "limit", "judge", "judge_model", "seed")))
     judge = Judge(flags.judge_url, flags.judge_model, out / "judge.txt") if flags.judge != "none" else None
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +23,54 @@ from pyvision_mini.images import to_rgb
 from pyvision_mini.policy import EMBEDDED, Policy, fit_image, load_policy
 from pyvision_mini.prompts import IM_END, TEMPLATES, observation_segments, prompt_segments
 from pyvision_mini.sandbox import SandboxPool, SandboxSession
-from pyvision_mini.toy import HALF, RING, Place, Scene, clip_folder, image_scene, stream, video_scene
+from pyvision_mini.toy import COLORS, HALF, QUADRANTS, QUARTERS, RING, clip, clip_folder, needle, stream
 from pyvision_mini.trainer import Scorer, collate, micro_batches
 from pyvision_mini.trajectory import Problem, Trajectory
 
 # --- the teacher ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Place:
+    """Somewhere the teacher can look: the code, what it shows, and whether that tells the answer."""
+
+    name: str
+    code: str
+    shown: Image.Image | None                    # None: the code fails
+    tells: bool
+
+
+@dataclass
+class Scene:
+    """A problem with what the teacher knows about it."""
+
+    problem: Problem
+    places: list[Place]
+    guesses: list[str]
+    wrong: list[str]                             # code with a mistake
+    no_op: list[Place] = field(default_factory=list)
+    about: str = ""                              # what the prompt says about a clip
+    direct: list[Image.Image] = field(default_factory=list)  # for a prompt that shows pictures and allows no code
+
+
+def image_scene(rng: np.random.Generator) -> Scene:
+    problem, quadrant = needle(rng)
+    image, = problem.images
+    places = [Place(f"the {q}", f"image_clue_0.crop({box}).show()", image.crop(box), q == quadrant) for q, box in QUADRANTS.items()]
+    wrong = [code for box in QUADRANTS.values() for code in (f"image_clue_0.crop{box}.show()", f"image.crop({box}).show()")]
+    return Scene(problem, places, list(COLORS), wrong, [Place("the image", "image_clue_0.show()", image, False)])
+
+
+def video_scene(rng: np.random.Generator, folder: Path | None = None) -> Scene:
+    made = clip(rng, "", folder)
+    at = [f"video_clue_0[len(video_clue_0) * {2 * k + 1} // 8]" for k in range(4)]
+    places = [Place(QUARTERS[k], f"Image.fromarray({at[k]}.asnumpy()).show()", made.frames[k], k == made.target) for k in range(4)]
+    if not made.second:
+        return Scene(made.problem, places, QUARTERS, [f"{frame}.show()" for frame in at], about=made.about, direct=made.frames)
+    shown, second = made.frames[made.target], made.second
+    # Several times the same place: the teacher goes there about every second time.
+    places += [Place(f"second {second}", f"frame_at(video_clue_0, {second}).show()", shown, True)] * 4
+    return Scene(made.problem, places, list(COLORS), [f"video_clue_0.frame_at({second}).show()"], about=made.about, direct=[shown])
 
 
 @dataclass
@@ -193,7 +236,7 @@ PARTS = ((600, 1.5e-3, 0.0), (600, 8e-4, 0.5))
 def lesson_scene(i: int, share: float) -> Scene:
     """The i-th scene of the lessons. Never a second time: a policy learns a small set of clips by heart, and not to look."""
     rng = stream("lessons", 0, i)
-    return video_scene(rng, "", None) if rng.random() < share else image_scene(rng)
+    return video_scene(rng) if rng.random() < share else image_scene(rng)
 
 
 def lesson_corpus(n: int = 400) -> list[str]:
@@ -242,7 +285,7 @@ def train_part(lessons: Lessons, part: int, seed: int = 0) -> None:
 def main() -> None:
     torch.set_num_threads(1)                     # the batches are too small for more
     policy = build_policy(lesson_corpus(), EMBEDDED)
-    example = video_scene(stream("lessons", 1, 0), "example", clip_folder()).problem
+    example = video_scene(stream("lessons", 1, 0), clip_folder()).problem
     with SandboxPool(workers=1) as pool:         # wrong code gets the real sandbox's answers
         session = pool.open(images=image_scene(stream("lessons", 1, 1)).problem.images, videos=example.videos)
         for part in range(len(PARTS)):

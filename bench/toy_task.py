@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from cold_start import Lessons, answer_step, picture_accuracy
+from cold_start import Lessons, Scene, answer_step, image_scene, picture_accuracy
 from tqdm import tqdm
 from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -26,7 +26,7 @@ from pyvision_mini.config import Config
 from pyvision_mini.policy import Policy, load_policy
 from pyvision_mini.report import trajectory_row
 from pyvision_mini.sandbox import SandboxPool
-from pyvision_mini.toy import COLORS, Scene, image_problems, image_scene
+from pyvision_mini.toy import COLORS, image_problems
 from pyvision_mini.trainer import Scorer, evaluate
 
 

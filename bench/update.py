@@ -43,7 +43,7 @@ def ours(episodes: Episodes) -> Callable[[], float]:
         traj.reward = float(i % 3 == 0)
     scorer = Scorer(episodes.policy, temperature=1.0, checkpointing=False)
     optimizer = torch.optim.SGD(scorer.parameters(), lr=0.0)
-    return lambda: update(scorer, optimizer, episodes.policy, groups, episodes.cfg, Ranks()).grad_norm
+    return lambda: update(scorer, optimizer, episodes.policy, groups, episodes.cfg, Ranks())["grad_norm"]
 
 
 def trl(episodes: Episodes, folder: str, rows: int, checkpointing: bool) -> Callable[[], float]:

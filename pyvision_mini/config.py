@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import wraps
 from math import isfinite
 from pathlib import Path
@@ -167,14 +167,14 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def save_config(cfg: Config, path: Path) -> None:
-    write_whole(path, json.dumps(asdict(cfg), indent=1) + "\n")
+def write_json(path: Path, value: object) -> None:
+    write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
-def explicit(cfg: Config) -> dict:
-    """The fields that differ from the embedded defaults, for the start-up line."""
-    base = Config()
-    return {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != getattr(base, f.name)}
+def direct_config(cfg: Config) -> Config:
+    """The same policy, to answer at once: a baseline without a tool, whatever its prompt holds."""
+    return replace(cfg, template="paper_direct" if cfg.model else "direct", max_turns=0, max_images=999,
+                   max_prompt_tokens=1 << 20)
 
 
 def cli(main):

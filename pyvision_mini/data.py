@@ -174,14 +174,14 @@ def read_choice(text: str, choices: list[str] | None) -> str | None:
 class ProblemStream:
     """Problems in shuffled order, epoch after epoch. Every rank draws the same global batch and takes its part.
 
-    Images are decoded as they are drawn, and a row that cannot be shown is replaced by the next one. Each rank decodes
-    the whole global batch: so all skip the same rows without a word between them. `check` says what else is wrong.
+    A row that cannot be shown is replaced by the next one. `find_faults` says why each of the problems drawn cannot, or
+    None; it has to say the same on all ranks, so that they skip the same rows.
     """
 
     def __init__(self, problems: list[Problem], seed: int = 0, rank: int = 0, world: int = 1,
-                 check: Callable[[Problem], str | None] = lambda problem: None):
+                 find_faults: Callable[[list[Problem]], list[str | None]] = lambda drawn: [unreadable(p) for p in drawn]):
         assert 0 < len({p.id for p in problems}) == len(problems), f"{len(problems)} problems, but none or equal ids"
-        self.problems, self.seed, self.rank, self.world, self.check = problems, seed, rank, world, check
+        self.problems, self.seed, self.rank, self.world, self.find_faults = problems, seed, rank, world, find_faults
         self.skipped: dict[str, str] = {}            # problem id → why it cannot be shown
         self._start(0, 0)
 
@@ -199,20 +199,23 @@ class ProblemStream:
         # A string seed: epoch 1 of seed 0 is not epoch 0 of seed 1, and every process gets the same order.
         random.Random(f"{self.seed}/{self.epoch}").shuffle(self.order)
 
+    def _draw(self) -> Problem:
+        if self.index >= len(self.order):
+            self._start(self.epoch + 1, 0)
+        self.index += 1
+        return self.problems[self.order[self.index - 1]]
+
     def next_batch(self, n: int) -> list[Problem]:
         """This rank's share [rank::world] of the next n problems over all ranks. UserError if none can be shown."""
         batch: list[Problem] = []
-        while len(batch) < n:
-            if self.index >= len(self.order):
-                self._start(self.epoch + 1, 0)
-            problem = self.problems[self.order[self.index]]
-            self.index += 1
-            if reason := unreadable(problem) or self.check(problem):
-                self.skipped[problem.id] = reason
-                if len(self.skipped) == len(self.problems):
-                    raise UserError(f"no problem of the data can be shown; {problem.id}: {reason}; check its media")
-            else:
-                batch.append(problem)
+        while missing := n - len(batch):
+            drawn = [self._draw() for _ in range(missing)]
+            faults = self.find_faults(drawn)
+            self.skipped |= {problem.id: fault for problem, fault in zip(drawn, faults) if fault}
+            batch += [problem for problem, fault in zip(drawn, faults) if not fault]
+            if len(self.skipped) == len(self.problems):
+                name, fault = next(iter(self.skipped.items()))
+                raise UserError(f"no problem of the data can be shown; {name}: {fault}; check its media")
         return batch[self.rank::self.world]
 
 

@@ -61,9 +61,9 @@ class _Logprobs(torch.autograd.Function):
         return grad_NV.scatter_add_(-1, ids_N[:, None], grad_N[:, None]), None
 
 
-def entropy_from_logits(logits_NV: Tensor, temperature: float = 1.0, suppressed: Sequence[int] = ()) -> Tensor:
-    """Entropy in nats of the sampling distribution at each token, [N] fp32."""
-    parts = sampling_logits(logits_NV, temperature, suppressed).split(16)    # which stay in a CPU's cache: twice as fast
+def entropy_from_logits(logits_NV: Tensor) -> Tensor:
+    """Entropy in nats at each token, [N] fp32. Of the sampling distribution if these are policy.sampling_logits."""
+    parts = logits_NV.split(16)                  # which stay in a CPU's cache: twice as fast
     return torch.cat([torch.special.entr(part.softmax(-1)).sum(-1) for part in parts])
 
 
@@ -81,8 +81,8 @@ def policy_loss(logp_BT: Tensor, old_logp_BT: Tensor, adv_B: Tensor, mask_BT: Te
     n_tokens: action tokens of the whole optimizer step over all micro-batches and ranks, the one denominator; losses
     of micro-batches therefore add up. mask_BT is 1 on action tokens; what stands elsewhere (NaN, −inf) has no effect.
     Stats are detached sums over the tokens, to be added over micro-batches and divided by "tokens" in the end:
-    tokens, clipped (the clip cut the gradient), kl (k3 estimate of KL(old‖new), nats), gap (|logp − old|, nats).
-    "ratio_max" alone is a maximum, 0 without tokens.
+    tokens, clipped (the clip cut the gradient), kl (k3 estimate of KL(old‖new), nats). "ratio_max" alone is a maximum, 0
+    without tokens.
     """
     mask_BT = mask_BT.bool()
     # Replaced before exp: a masked inf or NaN would come back as 0 · inf = NaN in the gradient.
@@ -96,6 +96,6 @@ def policy_loss(logp_BT: Tensor, old_logp_BT: Tensor, adv_B: Tensor, mask_BT: Te
         too_high_BT = (ratio_BT > 1 + clip_high) & (adv_B1 > 0)
         too_low_BT = (ratio_BT < 1 - clip_low) & (adv_B1 < 0)
         stats = {"tokens": mask_BT.sum(), "clipped": (too_high_BT | too_low_BT).sum(),
-                 "kl": (ratio_BT - 1 - log_ratio_BT).sum(), "gap": log_ratio_BT.abs().sum(),
+                 "kl": (ratio_BT - 1 - log_ratio_BT).sum(),
                  "ratio_max": torch.where(mask_BT, ratio_BT, 0.0).max()}
     return loss, stats

@@ -25,7 +25,7 @@ CODE_STOP = "</code>"                                  # a turn ends right after
 
 @dataclass(frozen=True)
 class Template:
-    """The texts around the media and the question. `hint` is filled with what the runtime holds."""
+    """The texts around the media and the question. `video_hint` is filled with what the runtime holds."""
 
     system: str
     image_hint: str

@@ -13,6 +13,7 @@ import time
 from base64 import b64encode
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from html import escape
 from math import sqrt
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from pyvision_mini import page
-from pyvision_mini.config import Config, UserError, cli, explicit, save_config, write_whole
+from pyvision_mini.config import Config, UserError, cli, write_json, write_whole
 from pyvision_mini.selection import Selection
 from pyvision_mini.trajectory import Trajectory
 
@@ -58,9 +59,9 @@ def _mean(rows: list[dict], key: str) -> float:
     return fmean(row[key] for row in rows) if rows else 0.0
 
 
-def step_metrics(rows: list[dict], groups: list[dict], result, seconds: dict[str, float]) -> dict:
+def step_metrics(rows: list[dict], groups: list[dict], stats: Counter[str], seconds: dict[str, float]) -> dict:
     """Rows of all sampled trajectories (dropped ones included) and sums of the update → one line of metrics.jsonl."""
-    tokens = max(result.stats["tokens"], 1)
+    tokens = max(stats["tokens"], 1)
     dropped: Counter[str] = Counter()
     for group in groups:
         dropped.update(group["dropped"])
@@ -75,12 +76,11 @@ def step_metrics(rows: list[dict], groups: list[dict], result, seconds: dict[str
         **{f"groups_{key}": sum(group[key] for group in groups) for key in ("sampled", "kept")},
         **{key: sum(group[key] for group in groups) for key in ("right_negative", "bonus_only_groups")},
         "rounds": groups[0]["rounds"], "imbalance": groups[0]["imbalance"],
-        "loss": result.stats["loss"], "entropy": result.stats["entropy"] / tokens, "grad_norm": result.grad_norm,
-        "clip_fraction": result.stats["clipped"] / tokens, "ratio_max": result.stats["ratio_max"],
-        "kl": result.stats["kl"] / tokens, "logp_gap": result.stats["gap"] / tokens,
-        "trained_tokens": result.stats["tokens"],
-        "padding_share": result.stats["padding"] / max(result.stats["columns"], 1),
-        "skipped_updates": result.n_skipped, **{f"seconds_{key}": value for key, value in seconds.items()},
+        **{key: stats[key] for key in ("loss", "grad_norm", "ratio_max")},
+        **{name: stats[key] / tokens for name, key in (("entropy", "entropy"), ("clip_fraction", "clipped"), ("kl", "kl"),
+                                                       ("logp_gap", "gap"))},
+        "trained_tokens": stats["tokens"], "padding_share": stats["padding"] / max(stats["columns"], 1),
+        "skipped_updates": stats["skipped"], **{f"seconds_{key}": value for key, value in seconds.items()},
         "peak_memory_gb": _peak_memory_gb(),
     }
 
@@ -141,21 +141,25 @@ class Bars:
 
 
 class Reporter:
-    """Everything a run writes; only rank 0 does. `done` steps are kept of an earlier run's metrics."""
+    """Everything a run writes; only rank 0 does. Of what an earlier run wrote stays what is up to `position`."""
 
-    def __init__(self, out: Path, name: str, cfg: Config, rank: int, started: float, done: int):
+    def __init__(self, out: Path, name: str, cfg: Config, rank: int, started: float, position: dict):
         self.out, self.name, self.cfg, self.first, self.started = out, name, cfg, rank == 0, started
         self.named: set[str] = set()             # failures that were printed
-        self.metrics_path = out / "metrics.jsonl"
+        self.metrics_path, done = out / "metrics.jsonl", position["step"]
         self.summary = {"steps": done, "seconds": 0.0, "first_step_seconds": None, "before": None, "after": None,
                         "evaluations": []}
         if not self.first:
             return
-        save_config(cfg, out / "config.json")
+        write_json(out / "config.json", asdict(cfg))
         if done and (out / "summary.json").is_file():
             try:
-                self.summary |= json.loads((out / "summary.json").read_text())
-            except (ValueError, TypeError):
+                old = json.loads((out / "summary.json").read_text())
+                kept = [e for e in old["evaluations"] if e["step"] <= position["evaluated"]]
+                self.summary |= old | {"steps": done, "evaluations": kept}
+                if position["evaluated"] < cfg.steps:
+                    self.summary["after"] = None
+            except (ValueError, TypeError, KeyError):
                 self.line(f"warning: {out / 'summary.json'} is damaged: what was evaluated up to step {done} is lost")
         kept = [row for row in read_metrics(self.metrics_path) if row["step"] <= done]
         write_whole(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
@@ -181,7 +185,8 @@ class Reporter:
                   f"attention: {attention}")
         self.line(f"problems: {n_train} to train on, {n_held_out} held out")
         self.line(f"sandbox: {', '.join(pool.layers)}")
-        self.line("settings: " + (", ".join(f"{k}={v}" for k, v in explicit(self.cfg).items()) or "all default"))
+        changed = [f"{key}={value}" for key, value in vars(self.cfg).items() if value != getattr(Config(), key)]
+        self.line("settings: " + (", ".join(changed) or "all default"))
         self.line(f"output: {self.out}, with trajectories.html to look at")
 
     def name_failures(self, failures: Iterable[str]) -> None:
@@ -190,9 +195,6 @@ class Reporter:
             if failure and failure not in self.named:
                 self.named.add(failure)
                 self.line(f"failed: {failure}".encode(errors="backslashreplace").decode())
-
-    def progress(self, label: str, check: Callable[[], None]) -> Bars:
-        return Bars(label, self.first, check)
 
     def evaluated(self, when: str, result: dict[str, float]) -> None:
         steps = self.summary["steps"]
@@ -204,11 +206,11 @@ class Reporter:
             self.summary[when] = result
         self._save_summary()
 
-    def step(self, number: int, rows: list[dict], groups: list[dict], result, seconds: dict[str, float],
+    def step(self, number: int, rows: list[dict], groups: list[dict], stats: Counter[str], seconds: dict[str, float],
              counts: dict[str, int]) -> None:
         if not self.first:
             return
-        m = {"step": number, "elapsed": time.time() - self.started, **step_metrics(rows, groups, result, seconds), **counts}
+        m = {"step": number, "elapsed": time.time() - self.started, **step_metrics(rows, groups, stats, seconds), **counts}
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(m) + "\n")
         self.summary["steps"] = number
@@ -228,9 +230,9 @@ class Reporter:
 
     def finish(self, steps: int, baselines: dict[str, dict]) -> None:
         """The last lines: a table against the baselines, if there are any, and what changed."""
+        if not self.first:
+            return
         before, after = self.summary["before"], self.summary["after"]
-        if self.first:
-            page.write(self.out)
         if baselines:
             self.summary["baselines"] = baselines
             self.line(f"{'':24} accuracy   visual tokens")
@@ -244,7 +246,7 @@ class Reporter:
     def _save_summary(self) -> None:
         if self.first:
             self.summary["seconds"] = time.time() - self.started
-            write_whole(self.out / "summary.json", json.dumps(self.summary, indent=1) + "\n")
+            write_json(self.out / "summary.json", self.summary)
 
     def curves(self) -> None:
         if self.first:
@@ -462,7 +464,7 @@ def write_results(rows: list[dict], settings: dict, notes: dict, judge_failures:
     summary = summarize([row for row in rows if row["setting"] == "agent"]) | {
         "results": results, "settings": settings, "rows": notes, "judge_failures": judge_failures,
         "seconds": time.time() - started}
-    write_whole(out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_json(out / "summary.json", summary)
     lines = [f"{'':40} avg@k   ±95%  pass@k  macro      n  calls  no-op  error  none  turns  img tok  text tok"]
     for name, r in results.items():
         numbers = [f"{'-' if r[key] is None else format(r[key], '.3f'):>6}" for key in ("accuracy", "ci95", "pass_k", "macro")]

@@ -35,7 +35,7 @@ CODE_STOP_TOKENS = 8  # hold any "</code>", which has 7 bytes, and what one toke
 
 
 def mix_seed(*parts: int) -> int:
-    """One 63-bit seed from several numbers, e.g. (seed, step, round, rank): no two streams of a run coincide."""
+    """One 63-bit seed from several numbers, e.g. (seed, step, round, rank). Zeros at the end change nothing."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 

@@ -76,14 +76,15 @@ class Session:
 
     def show_image(self, image: Image.Image) -> None:
         """Give an image to the model: it leaves with the reply, and is the next image_clue_k here."""
-        if problem := size_problem(*image.size):
+        scale = min(1, (SETTINGS["max_pixels"] / max(1, image.width * image.height)) ** 0.5)
+        size = [int(side * scale) for side in image.size]
+        if problem := size_problem(*image.size) or size_problem(*size):
             raise ValueError(problem)
         if len(self.shown) >= SETTINGS["max_images"]:
             raise ValueError(f"at most {SETTINGS['max_images']} images can be shown in one call")
         self.namespace[f"image_clue_{self.next_index}"] = image = to_rgb(image)
         self.next_index += 1
-        scale = min(1, (SETTINGS["max_pixels"] / (image.width * image.height)) ** 0.5)
-        self.shown.append(image.resize([max(1, int(side * scale)) for side in image.size], reducing_gap=2.0))
+        self.shown.append(image.resize(size, reducing_gap=2.0))
 
     def show_figure(self, figure: Figure) -> None:
         Gcf.destroy_fig(figure)

@@ -1,4 +1,4 @@
-"""The embedded tasks: generated problems, and what a teacher knows about them (bench/cold_start.py).
+"""The embedded tasks: generated problems, the same for the same seed.
 
 Image: needle search, like V* in small. A 672-pixel image holds one dot whose colour is asked for. With a ring of the
 complementary colour around it the mean is grey, and shrunk to what the model sees (112 pixels, 16 tokens) both are a
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -35,26 +35,14 @@ FRAME, SHRINK = 224, 1.5                         # a clip's frame shows the dot 
 
 
 @dataclass
-class Place:
-    """Somewhere the teacher can look: the code, what it shows, and whether that tells the answer."""
-
-    name: str
-    code: str
-    shown: Image.Image | None                    # None: the code fails
-    tells: bool
-
-
-@dataclass
-class Scene:
-    """A problem with what the teacher knows about it."""
+class Clip:
+    """A problem with a video, and what a teacher has to know about it (bench/cold_start.py)."""
 
     problem: Problem
-    places: list[Place]
-    guesses: list[str]
-    wrong: list[str]                             # code with a mistake
-    no_op: list[Place] = field(default_factory=list)
-    about: str = ""                              # what the prompt says about a clip
-    direct: list[Image.Image] = field(default_factory=list)  # for a prompt that shows pictures and allows no code
+    frames: list[Image.Image]        # what is on screen in each quarter
+    target: int                      # the quarter that is asked for
+    second: str                      # the second that the question names, "" if it asks in which quarter
+    about: str                       # what the prompt says about the video
 
 
 def _draw(rng: np.random.Generator, size: int, scale: float, dots: list[str | None], corner: tuple[int, int],
@@ -79,18 +67,15 @@ def _draw(rng: np.random.Generator, size: int, scale: float, dots: list[str | No
     return images
 
 
-def image_scene(rng: np.random.Generator, name: str = "") -> Scene:
-    """One needle image; the dot lies wholly inside one quadrant."""
+def needle(rng: np.random.Generator, name: str = "") -> tuple[Problem, str]:
+    """One needle image, and the quadrant that the dot lies wholly inside of."""
     color, quadrant = str(rng.choice(list(COLORS))), str(rng.choice(list(QUADRANTS)))
     image, = _draw(rng, SIZE, 1.0, [color], QUADRANTS[quadrant][:2], HALF)
-    problem = Problem(name, "What color is the dot?", color, images=(image,), source="needle")
-    places = [Place(f"the {q}", f"image_clue_0.crop({box}).show()", image.crop(box), q == quadrant) for q, box in QUADRANTS.items()]
-    wrong = [code for box in QUADRANTS.values() for code in (f"image_clue_0.crop{box}.show()", f"image.crop({box}).show()")]
-    return Scene(problem, places, list(COLORS), wrong, [Place("the image", "image_clue_0.show()", image, False)])
+    return Problem(name, "What color is the dot?", color, images=(image,), source="needle"), quadrant
 
 
-def video_scene(rng: np.random.Generator, name: str, folder: Path | None) -> Scene:
-    """One clip (16 to 64 frames, 8 to 30 a second, a third of them with a variable frame rate), written once to `folder`.
+def clip(rng: np.random.Generator, name: str, folder: Path | None) -> Clip:
+    """16 to 64 frames, 8 to 30 a second, a third of the clips with a variable frame rate, written once to `folder`.
 
     The lessons need no file: None, and the videos are left out.
     """
@@ -101,24 +86,17 @@ def video_scene(rng: np.random.Generator, name: str, folder: Path | None) -> Sce
     colors = [str(c) for c in rng.permutation(list(COLORS))[:4]]
     dots = colors if when else [colors[0] if k == target else None for k in range(4)]
     frames = [to_rgb(image) for image in _draw(rng, FRAME, SHRINK, dots, (0, 0), FRAME)]
-    videos = [] if folder is None else [folder / f"{hashlib.sha1(name.encode()).hexdigest()[:16]}.mp4"]  # it says nothing
+    content = b"".join([starts.tobytes(), *(frame.tobytes() for frame in frames)])   # a name that tells nobody anything
+    videos = [] if folder is None else [folder / f"{hashlib.sha1(content).hexdigest()[:16]}.mp4"]
     for path in videos:
         if not path.is_file():
             _write_clip(path, [frames[4 * i // n] for i in range(n)], starts)
-    at = [f"video_clue_0[len(video_clue_0) * {2 * k + 1} // 8]" for k in range(4)]
-    places = [Place(QUARTERS[k], f"Image.fromarray({at[k]}.asnumpy()).show()", frames[k], k == target) for k in range(4)]
-    question, answer, guesses = "In which quarter of the video is the dot?", QUARTERS[target], QUARTERS
-    wrong = [f"{frame}.show()" for frame in at]
-    if when:
-        second = f"{starts[n * (2 * target + 1) // 8] / 1000 + 0.02:.2f}"
-        question, answer, guesses = f"What color is the dot at second {second}?", dots[target], list(COLORS)
-        # Several times the same place: the teacher goes there about every second time.
-        places += [Place(f"second {second}", f"frame_at(video_clue_0, {second}).show()", frames[target], True)] * 4
-        wrong = [f"video_clue_0.frame_at({second}).show()"]
-    average = n / ((starts[-1] + steps[-1]) / 1000)
-    return Scene(Problem(name, question, answer, videos=tuple(videos), source="when" if when else "quarter"), places, guesses,
-                 wrong, about=describe_video(0, n / average, n, average, FRAME, FRAME),
-                 direct=[frames[target]] if when else frames)
+    seconds = (starts[-1] + steps[-1]) / 1000
+    second = f"{starts[n * (2 * target + 1) // 8] / 1000 + 0.02:.2f}" if when else ""
+    question = f"What color is the dot at second {second}?" if when else "In which quarter of the video is the dot?"
+    problem = Problem(name, question, dots[target] if when else QUARTERS[target], videos=tuple(videos),
+                      source="when" if when else "quarter")
+    return Clip(problem, frames, target, second, describe_video(0, seconds, n, n / seconds, FRAME, FRAME))
 
 
 def _write_clip(path: Path, frames: list[Image.Image], starts: np.ndarray) -> None:
@@ -145,13 +123,13 @@ def stream(split: str, seed: int, i: int) -> np.random.Generator:
 
 def image_problems(n: int, seed: int, split: str = "train") -> list[Problem]:
     """n problems, the same for the same (seed, split)."""
-    return [image_scene(stream(split, seed, i), f"needle-{split}-{seed}-{i}").problem for i in range(n)]
+    return [needle(stream(split, seed, i), f"needle-{split}-{seed}-{i}")[0] for i in range(n)]
 
 
 def video_problems(n: int, seed: int, split: str = "train") -> list[Problem]:
     """n problems, the same for the same (seed, split); their clips are kept in the temporary folder."""
     folder = clip_folder()
-    return [video_scene(stream(split, seed, i), f"clip-{split}-{seed}-{i}", folder).problem for i in tqdm(
+    return [clip(stream(split, seed, i), f"clip-{split}-{seed}-{i}", folder).problem for i in tqdm(
         range(n), desc="clips", leave=False)]
 
 

@@ -35,8 +35,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from pyvision_mini import page, report
-from pyvision_mini.config import Config, UserError
-from pyvision_mini.data import ProblemStream
+from pyvision_mini.config import Config, UserError, direct_config, write_json
+from pyvision_mini.data import ProblemStream, unreadable
 from pyvision_mini.grpo import entropy_from_logits, group_advantages, logprobs, policy_loss
 from pyvision_mini.policy import Policy, load_policy, mrope_positions, sampling_logits
 from pyvision_mini.reward import GRADER_FAILURES, score
@@ -135,20 +135,14 @@ def micro_batches(trajs: list[tuple[Trajectory, float]], budget: int) -> list[li
     return batches
 
 
-@dataclass
-class UpdateResult:
-    """Sums over this step's optimizer steps, all ranks; means are taken by the reader."""
-
-    stats: Counter[str]              # tokens, clipped, kl, gap (trainer − sampler, absolute), entropy, loss, padded, ...
-    grad_norm: float                 # of the last optimizer step, before clipping
-    n_skipped: int                   # optimizer steps left out because the gradient was not finite
-
-
 def update(scorer: Scorer, optimizer: torch.optim.Optimizer, policy: Policy, groups: list[Group], cfg: Config,
-           ranks: Ranks, tick: Callable[[str, float], None] = lambda kind, n: None) -> UpdateResult:
+           ranks: Ranks, tick: Callable[[str, float], None] = lambda kind, n: None) -> Counter[str]:
     """One pass over the kept groups: `updates_per_batch` optimizer steps, each with its own denominator over all ranks.
 
     Every rank runs the same number of micro-batches; spare ones hold one sampled token of advantage 0.
+    → sums over the optimizer steps and all ranks: tokens, clipped, kl, gap (trainer − sampler, absolute), entropy, loss,
+    columns and padding of them; `ratio_max`; `skipped`, optimizer steps left out because the gradient was not finite;
+    `grad_norm` of the last one, before clipping.
     """
     parts = []
     for i in range(cfg.updates_per_batch):
@@ -164,7 +158,7 @@ def update(scorer: Scorer, optimizer: torch.optim.Optimizer, policy: Policy, gro
         with torch.no_grad():
             old = [[scorer(collate(policy, [t for t, _ in batch]))[0] for batch in batches] for batches, _ in parts]
     total: Counter[str] = Counter()
-    ratio_max, grad_norm, n_skipped = 0.0, 0.0, 0
+    ratio_max, grad_norm, skipped = 0.0, 0.0, 0
     for (batches, n_tokens), old_logps in zip(parts, old):
         if n_tokens == 0:                        # the same on every rank
             continue
@@ -180,14 +174,14 @@ def update(scorer: Scorer, optimizer: torch.optim.Optimizer, policy: Policy, gro
         if isfinite(grad_norm):                  # the norm is over all ranks, so all of them skip or none
             optimizer.step()
         else:
-            n_skipped += 1
+            skipped += 1
         optimizer.zero_grad()
     summed: Counter[str] = Counter()
     for stats, highest in ranks.all_gather((dict(total), ratio_max)):
         summed.update(stats)
         ratio_max = max(ratio_max, highest)
-    summed["ratio_max"] = ratio_max
-    return UpdateResult(summed, grad_norm, n_skipped)
+    summed.update(ratio_max=ratio_max, grad_norm=grad_norm, skipped=skipped)
+    return summed
 
 
 def _micro_step(scorer: Scorer, policy: Policy, pairs: list[tuple[Trajectory, float]], old_logp: torch.Tensor | None,
@@ -202,9 +196,9 @@ def _micro_step(scorer: Scorer, policy: Policy, pairs: list[tuple[Trajectory, fl
     sampler_BT = torch.zeros_like(logp_BT)
     for i, (traj, _) in enumerate(pairs):
         sampler_BT[i, :len(traj.ids)] = torch.tensor(traj.logps).nan_to_num(0.0)
-    sums = {key: float(value) for key, value in stats.items() if key != "gap"}
-    sums["gap"] = float(((logp_BT.detach() - sampler_BT).abs() * batch.action_BT).sum())
-    sums |= {"loss": float(loss.detach()), "entropy": float(entropy_BT.sum()), "columns": float(batch.ids_BT.numel()),
+    sums = {key: float(value) for key, value in stats.items()}
+    sums |= {"gap": float(((logp_BT.detach() - sampler_BT).abs() * batch.action_BT).sum()), "loss": float(loss.detach()),
+             "entropy": float(entropy_BT.sum()), "columns": float(batch.ids_BT.numel()),
              "padding": float(batch.ids_BT.numel() - sum(len(traj.ids) for traj, _ in pairs))}
     return loss, sums
 
@@ -219,13 +213,15 @@ class Ranks:
         """`patience_h`: hours a rank waits in a collective for the slowest one."""
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.cores = max(1, usable // self.local_world)          # this rank's share of them
         self.lock: IO[str] | None = None         # rank 0's, on the output folder
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self.device)
         elif self.world > 1:                     # oversubscribed OpenMP threads are ten times slower
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.local_world))
+            torch.set_num_threads(self.cores)
         with suppress(AttributeError):           # glibc only: one malloc arena, as each thread that waits for a sandbox
             ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)    # call would have its own, with holes that nobody else fills
         self.sharded = self.world > 1 or cuda
@@ -284,7 +280,7 @@ class Learner:
     """
 
     def __init__(self, cfg: Config, ranks: Ranks):
-        self.ranks, cuda = ranks, ranks.device.type == "cuda"
+        self.cfg, self.ranks, cuda = cfg, ranks, ranks.device.type == "cuda"
         self.policy = load_policy(cfg.model or None, ranks.device, torch.bfloat16 if cuda else torch.float32)
         trained = load_policy(cfg.model or None, ranks.device) if ranks.sharded else self.policy
         self.scorer = Scorer(trained, cfg.temperature, cfg.gradient_checkpointing)
@@ -308,10 +304,12 @@ class Learner:
     def save(self, folder: Path, position: dict, keep: int) -> None:
         """Write a checkpoint beside its place and rename it: model/ in HF format, state/ sharded, position.json.
 
-        One that is there already stays, as nothing has changed since: no moment may be without a whole checkpoint.
+        Of one that is there already only the position is written anew: no moment may be without a whole checkpoint.
         """
         partial, first = folder.with_suffix(".partial"), self.ranks.rank == 0
         if self.ranks.all_gather((folder / "position.json").is_file())[0]:
+            if first:
+                write_json(folder / "position.json", position)
             return
         if first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -324,11 +322,11 @@ class Learner:
             if first:
                 self.policy.model.save_pretrained(partial / "model")
                 self.policy.processor.save_pretrained(partial / "model")
+                write_json(partial / "position.json", position)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
             raise UserError(f"{partial}: cannot be written ({str(error).splitlines()[0][:120]}); is the disk full? "
                             f"Make room, then --resume --out {folder.parent.parent}") from None
         if first:
-            (partial / "position.json").write_text(json.dumps(position))
             shutil.rmtree(folder, ignore_errors=True)    # what an interrupted clean-up left of it
             partial.rename(folder)
             for old in checkpoints(folder.parent)[:-keep]:
@@ -347,6 +345,8 @@ class Learner:
             raise UserError(f"{folder}: cannot be read ({error.__class__.__name__}); delete it and --resume from the "
                             "checkpoint before it") from None
         set_state_dict(self.scorer, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for group in self.optimizer.param_groups:    # came back with the moments, but a new --lr means what it says
+            group.update(lr=self.cfg.lr, weight_decay=self.cfg.weight_decay)
         self.sync()
         return position
 
@@ -385,8 +385,8 @@ def train(cfg: Config, name: str, problems: list[Problem], held_out: list[Proble
         for key in ("model", "data", "seed"):        # the position would mean nothing
             if (before := position["config"][key]) != getattr(cfg, key):
                 raise UserError(f"--resume --out {out}: it was started with --{key} {'(none)' if before == '' else before}")
-    with open_pool(cfg, ranks) as pool, report.Reporter(out, name, cfg, ranks.rank, started, position["step"]) as reporter:
-        stream = ProblemStream(problems, cfg.seed, ranks.rank, ranks.world, check=lambda problem: describe(problem, pool))
+    with open_pool(cfg, ranks) as pool, report.Reporter(out, name, cfg, ranks.rank, started, position) as reporter:
+        stream = ProblemStream(problems, cfg.seed, ranks.rank, ranks.world, lambda drawn: find_faults(drawn, pool, ranks))
         stream.load_state_dict(position["stream"])
         GRADER_FAILURES["before"] = position.get("grader_failures", 0) if ranks.rank == 0 else 0
         reporter.start(learner.policy, choose_attention(learner.policy), pool, len(problems), len(held_out), ranks.world)
@@ -402,6 +402,12 @@ def train(cfg: Config, name: str, problems: list[Problem], held_out: list[Proble
             raise SystemExit(128 + stop.signal) from None
         finally:
             ranks.close()
+
+
+def find_faults(problems: list[Problem], pool: SandboxPool, ranks: Ranks) -> list[str | None]:
+    """Why each problem cannot be shown, or None. Every rank looks at its share of them, and all learn the same."""
+    parts = ranks.all_gather([unreadable(p) or describe(p, pool) for p in problems[ranks.rank::ranks.world]])
+    return [parts[i % ranks.world][i // ranks.world] for i in range(len(problems))]
 
 
 def output_folder(cfg: Config, name: str, ranks: Ranks) -> Path:
@@ -427,8 +433,7 @@ def output_folder(cfg: Config, name: str, ranks: Ranks) -> Path:
 
 def open_pool(cfg: Config, ranks: Ranks) -> SandboxPool:
     """This rank's sandbox; by default as many calls at once as its share of the node's cores."""
-    workers = cfg.tool_workers or max(1, (os.cpu_count() or 1) // ranks.local_world)
-    return SandboxPool(workers, cfg.tool_timeout_s, cfg.tool_memory_mb, mode=cfg.sandbox)
+    return SandboxPool(cfg.tool_workers or ranks.cores, cfg.tool_timeout_s, cfg.tool_memory_mb, mode=cfg.sandbox)
 
 
 @dataclass
@@ -452,11 +457,11 @@ class Run:
         while self.position["step"] < self.cfg.steps:
             self.step()
             self.evaluate_if_due()
-            if self.position["step"] == self.cfg.steps or self.position["step"] % self.cfg.save_every == 0:
+            if self.position["step"] % self.cfg.save_every == 0 and self.position["step"] < self.cfg.steps:
                 self.save()
-        direct = replace(self.cfg, template="direct", max_turns=0, max_images=99, max_prompt_tokens=1 << 20)
-        table = {label: self._evaluate(direct, [change(problem, self.pool) for problem in self._mine()])
-                 for label, change in self.baselines.items()}
+        self.save()
+        table = {label: self._evaluate(direct_config(self.cfg), [change(problem, self.pool) for problem in self._mine()])
+                 for label, change in self.baselines.items() if self.held_out}
         self.reporter.finish(self.position["step"], table)
 
     def evaluate_if_due(self) -> None:
@@ -471,16 +476,18 @@ class Run:
         """Sample until there is enough to learn from, update once, report."""
         began = time.perf_counter()
         step = self.position["step"] + 1
-        with self.reporter.progress(f"step {step}", self.stop.check) as bars:
+        with report.Bars(f"step {step}", self.reporter.first, self.stop.check) as bars:
             selection = collect(lambda round_index: self._sample(round_index, bars), self.cfg, self._gather,
                                 self.ranks.rank)
             sampled = time.perf_counter()
             # Zero informative groups on all ranks: nothing to learn from, counted by the metrics as a skipped step.
             # A stop signal waits until the update is whole: no check between its collectives.
-            result = update(self.learner.scorer, self.learner.optimizer, self.learner.policy, selection.kept, self.cfg,
+            stats = update(self.learner.scorer, self.learner.optimizer, self.learner.policy, selection.kept, self.cfg,
                             self.ranks, bars.count)
             updated = time.perf_counter()
             self.learner.sync()
+        with suppress(AttributeError):               # glibc only: holes in the heap go back, or it grows by a MB a step
+            ctypes.CDLL(None).malloc_trim(0)
         self.position |= {"step": step, "stream": self.stream.state_dict()}
         seconds = {"sample": sampled - began, "update": updated - sampled, "sync": time.perf_counter() - updated,
                    "generate": bars.total["generate"], "sandbox": bars.total["sandbox"]}
@@ -491,7 +498,7 @@ class Run:
         rows = [row for part in parts for row in part]
         self.position["grader_failures"] = sum(failures)
         skipped = [f"{name}: {why}" for name, why in self.stream.skipped.items()]
-        self.reporter.step(step, rows, groups, result, seconds,
+        self.reporter.step(step, rows, groups, stats, seconds,
                            {"skipped_rows": len(skipped), "grader_failures": self.position["grader_failures"]})
         self.reporter.show(shown)
         self.reporter.name_failures([*skipped, *(row["failure"] for row in rows)])
@@ -525,7 +532,7 @@ class Run:
         return self.held_out[self.ranks.rank::self.ranks.world]
 
     def _evaluate(self, cfg: Config, problems: list[Problem], when: str = "") -> dict[str, float]:
-        with self.reporter.progress("evaluate", self.stop.check) as bars:
+        with report.Bars("evaluate", self.reporter.first, self.stop.check) as bars:
             bars.expect(len(problems))
             try:
                 groups = evaluate(self.learner.policy, problems, cfg, self.pool, self.ranks.rank, bars.tick)
@@ -537,10 +544,12 @@ class Run:
             rows = [row for part in parts for row in part]
         self.reporter.show(shown)
         self.reporter.name_failures(row["failure"] for row in rows)
-        report.refuse_hopeless(rows, cfg)
+        if when == "before":
+            report.refuse_hopeless(rows, cfg)
         return report.evaluation(rows)
 
     def save(self) -> None:
-        self.learner.save(self.out / "checkpoints" / f"step-{self.position['step']:06d}",
-                          {**self.position, "config": asdict(self.cfg)}, self.cfg.keep_checkpoints)
+        if step := self.position["step"]:        # before the first one a fresh start is as good, and has AdamW's own state
+            self.learner.save(self.out / "checkpoints" / f"step-{step:06d}",
+                              {**self.position, "config": asdict(self.cfg)}, self.cfg.keep_checkpoints)
         self.reporter.curves()

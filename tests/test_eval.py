@@ -295,6 +295,7 @@ def test_the_papers_sampling_holds_with_a_model_unless_a_flag_says_otherwise(mon
     assert sampling(model, "HRBench: d", image) == (0.5, 20, 30)
     assert sampling(model, "VSI-Bench: d", video) == (0.01, 0, 30)
     assert sampling([*model, "--temperature=0.7", "--max-turns", "4"], "V*: d", image) == (0.7, 0, 4)
+    assert sampling([*model, "--eval_temperature", "0.9"], "HRBench: d", image) == (0.9, 20, 30)
     assert sampling([], "image", image) == (Config().eval_temperature, 0, 4)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pyvision_mini.grpo import entropy_from_logits, group_advantages, logprobs, policy_loss, token_logprobs
+from pyvision_mini.policy import sampling_logits
 
 torch.set_num_threads(1)
 NAN, INF = float("nan"), float("inf")
@@ -63,8 +64,8 @@ def test_the_entropy_is_that_of_the_sampling_distribution():
     logits_NV = torch.tensor([[0.0, 0.0, 9.0], [math.log(3.0), 0.0, 9.0]])
     half, warm = math.log(2), 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
     cold = 0.9 * math.log(10 / 9) + 0.1 * math.log(10)
-    assert entropy_from_logits(logits_NV, suppressed=[2]).tolist() == pytest.approx([half, warm])
-    assert entropy_from_logits(logits_NV, temperature=0.5, suppressed=[2]).tolist() == pytest.approx([half, cold])
+    assert entropy_from_logits(sampling_logits(logits_NV, 1.0, (2,))).tolist() == pytest.approx([half, warm])
+    assert entropy_from_logits(sampling_logits(logits_NV, 0.5, (2,))).tolist() == pytest.approx([half, cold])
 
 
 def test_half_precision_logits_are_normalised_in_fp32_and_never_give_a_positive_log_prob():
@@ -92,7 +93,7 @@ def test_the_first_update_has_ratio_one_and_a_plain_policy_gradient():
     loss.backward()
     assert loss.item() == pytest.approx(-(0.5 + 0.5 - 0.25) / 3)
     assert logp_BT.grad.flatten().tolist() == pytest.approx([-0.5 / 3, -0.5 / 3, 0.25 / 3, 0.0])
-    assert stats["ratio_max"] == 1.0 and stats["gap"] == 0.0 and stats["kl"] == 0.0 and stats["clipped"] == 0
+    assert stats["ratio_max"] == 1.0 and stats["kl"] == 0.0 and stats["clipped"] == 0
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -101,7 +102,7 @@ def test_a_recomputed_log_prob_gives_ratio_exactly_one_at_every_temperature(temp
     logits_BTV, ids_BT = torch.randn(2, 6, 11), torch.randint(0, 9, (2, 6))
     new, old = (token_logprobs(logits_BTV, ids_BT, temperature, suppressed=(9, 10)) for _ in range(2))
     _, stats = policy_loss(new, old, torch.ones(2), torch.ones(2, 6), n_tokens=12)
-    assert stats["ratio_max"] == 1.0 and stats["gap"] == 0.0
+    assert stats["ratio_max"] == 1.0 and stats["kl"] == 0.0
 
 
 @pytest.mark.parametrize("ratio, advantage, loss, gradient", [
@@ -151,7 +152,7 @@ def test_all_rows_masked_give_a_zero_loss_zero_gradients_and_finite_stats():
     logp_BT, old_BT, adv_B, _ = batch()
     loss, gradient, stats = loss_and_gradient(logp_BT, old_BT, adv_B, torch.zeros(8, 5), 0)
     assert loss == 0.0 and torch.equal(gradient, torch.zeros_like(gradient))
-    assert {k: v.item() for k, v in stats.items()} == dict.fromkeys(("tokens", "clipped", "kl", "gap", "ratio_max"), 0)
+    assert {k: v.item() for k, v in stats.items()} == dict.fromkeys(("tokens", "clipped", "kl", "ratio_max"), 0)
 
 
 def test_one_masked_row_among_eight_gives_the_loss_without_it():
@@ -169,7 +170,7 @@ def test_micro_batches_share_one_denominator_so_losses_gradients_and_stats_add_u
     parts = [loss_and_gradient(*part, n_tokens) for part in zip(*(t.split(split) for t in rows))]
     assert sum(p[0] for p in parts) == pytest.approx(whole[0], rel=1e-12)
     assert torch.allclose(torch.cat([p[1] for p in parts]), whole[1], atol=1e-12)
-    for name in ("tokens", "clipped", "kl", "gap"):
+    for name in ("tokens", "clipped", "kl"):
         assert sum(p[2][name].item() for p in parts) == pytest.approx(whole[2][name].item())
     assert max(p[2]["ratio_max"] for p in parts) == whole[2]["ratio_max"]
     assert whole[2]["tokens"] == n_tokens > 0

@@ -363,6 +363,13 @@ def test_images_of_odd_sizes_are_accepted_and_huge_ones_reduced():
         assert session.run("print(image_clue_5.size)").text == "(10000, 10000)\n"     # inside, nothing is lost
 
 
+def test_an_image_that_is_too_narrow_once_it_is_reduced_is_an_error_and_not_the_end_of_the_session():
+    with SandboxPool(workers=1, max_pixels=3_000_000) as pool, open_session(pool) as session:
+        result = session.run("keep = 1; Image.new('L', (50_000, 250)).show()")         # 200 to 1, then 24494x122
+        assert (result.status, result.images) == ("error", []) and "too narrow: 24494x122" in result.text
+        assert session.run("print(keep)").text == "1\n"
+
+
 @pytest.mark.parametrize("mode,colour,seen", [
     ("RGBA", (9, 9, 9, 0), (255, 255, 255)), ("LA", (0, 0), (255, 255, 255)), ("P", 0, (0, 0, 0)), ("CMYK", (0, 0, 0, 255), (0, 0, 0)),
     ("1", 1, (255, 255, 255)), ("L", 7, (7, 7, 7)), ("I;16", 65535, (255, 255, 255)), ("I", 200, (200, 200, 200)), ("F", 100.0, (100,) * 3)])

@@ -4,14 +4,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from cold_start import Lessons, picture_accuracy, teach
+from cold_start import Lessons, image_scene, picture_accuracy, teach, video_scene
 
 from pyvision_mini.config import Config
 from pyvision_mini.images import to_rgb
 from pyvision_mini.policy import EMBEDDED, fit_image, load_policy
 from pyvision_mini.reward import check_gold, score
 from pyvision_mini.rollout import describe, rollout
-from pyvision_mini.toy import QUADRANTS, image_problems, image_scene, video_problems, video_scene
+from pyvision_mini.toy import QUADRANTS, clip, image_problems, video_problems
 
 
 def scenes(n, seed=0):
@@ -62,7 +62,7 @@ def test_the_shipped_checkpoint_is_small():
 
 
 def test_the_shipped_policy_tells_the_answer_from_the_right_picture(shipped):
-    clips = [video_scene(np.random.default_rng([8, i]), "", None) for i in range(100)]
+    clips = [video_scene(np.random.default_rng([8, i])) for i in range(100)]
     assert picture_accuracy(shipped, Lessons(shipped), scenes(200, seed=1)) >= 0.97
     assert picture_accuracy(shipped, Lessons(shipped), clips) >= 0.97
 
@@ -90,10 +90,17 @@ def test_the_cold_start_answers_some_calls_the_tool_mostly_and_makes_errors(prob
     assert 0.02 < np.mean([result.status == "error" for result in results]) < 0.4
 
 
+def test_a_clip_is_found_again_by_what_it_shows_not_by_the_problems_name(tmp_path):
+    def path(seed, name):
+        return clip(np.random.default_rng(seed), name, tmp_path).problem.videos[0]
+    assert path(0, "a") == path(0, "b") != path(1, "a")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_clip_says_nothing_by_its_name_and_shows_what_the_question_asks(tmp_path, pool):
     kinds = Counter()
     for i in range(12):
-        scene = video_scene(np.random.default_rng([9, i]), f"clip {i}", tmp_path)
+        scene = video_scene(np.random.default_rng([9, i]), tmp_path)
         problem = scene.problem
         path, = problem.videos
         assert problem.answer not in path.name and len(path.stem) == 16

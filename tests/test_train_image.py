@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 import train_image
+from pyvision_mini import selection, trainer
 from pyvision_mini.policy import EMBEDDED
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +71,13 @@ def test_stopping_and_resuming_gives_the_metrics_of_the_uninterrupted_run(whole,
         file.write('{"step": 3, "left by": "a step after the checkpoint"}\n{"step": 4, "cut')
     with (tmp_path / "run" / "trajectories.jsonl").open("a") as file:
         file.write('{"step": 3, "id": "left", "when": "", "rollouts": [0], "pictures": {}}\n{"step": 4, "cut')
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary["evaluations"].append({"step": 3, "accuracy": 0.0, "left by": "a step after the checkpoint"})
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
     run("--out", tmp_path / "run", "--steps", 4, "--save_every", 2, "--resume", *SMALL)
+    resumed = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [e["step"] for e in resumed["evaluations"]] == [0, 2, 4]
+    assert resumed["before"] == summary["before"] and resumed["evaluations"][-1] == {"step": 4, **resumed["after"]}
     assert metrics(tmp_path / "run") == metrics(whole[0])
     assert [row for row in shown(tmp_path / "run") if row[:2] != ("held out, after", 2)] == shown(whole[0])
     elapsed = [json.loads(line)["elapsed"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -93,6 +100,31 @@ def test_an_evaluation_that_was_stopped_is_made_up_for_and_a_damaged_summary_is_
     printed = run("--out", tmp_path / "run", "--steps", 4, "--resume", *SMALL)
     assert "held out, after: accuracy" in printed and "held out, before" not in printed
     assert f"warning: {tmp_path}/run/summary.json is damaged" in printed
+    assert json.loads(position.read_text())["evaluated"] == 4                    # and is not made up for again
+
+
+def test_a_stop_in_the_first_step_leaves_nothing_to_go_on_from_and_resume_starts_afresh(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "collect", lambda *args: signal.raise_signal(signal.SIGTERM) or selection.collect(*args))
+    assert in_process(["--out", tmp_path / "run", *SMALL], monkeypatch) == 128 + signal.SIGTERM
+    assert not (tmp_path / "run/checkpoints").exists()
+    monkeypatch.undo()
+    assert "held out, before: accuracy" in run("--out", tmp_path / "run", "--resume", "--steps", 1, *SMALL)
+    assert json.loads((tmp_path / "run/summary.json").read_text())["before"]["n"] == 4
+
+
+def test_held_out_media_that_are_gone_after_training_do_not_end_the_run(small_data, monkeypatch):
+    Image.new("RGB", (60, 60), "red").save(small_data / "held_out.png")
+    (small_data / "held_out.jsonl").write_text('{"question": "?", "answer": "1", "image": "held_out.png"}')
+
+    def collect(*args):
+        (small_data / "held_out.png").unlink()
+        return selection.collect(*args)
+    monkeypatch.setattr(trainer, "collect", collect)
+    in_process(["--out", small_data / "run", "--data", small_data / "good.jsonl", "--eval_data", small_data / "held_out.jsonl",
+                "--steps", 1, *SMALL], monkeypatch)
+    summary = json.loads((small_data / "run/summary.json").read_text())
+    assert summary["before"]["visual_tokens"] > 0 == summary["after"]["visual_tokens"]
+    assert (small_data / "run/checkpoints/step-000001").is_dir()
 
 
 def test_a_checkpoint_that_cannot_be_read_and_a_resume_on_other_data_say_so(whole, small_data, monkeypatch):
@@ -226,13 +258,20 @@ def test_bad_input_is_one_line_that_says_what_and_what_to_do(flags, says, small_
     assert says in refused([*(flag.format(small_data) for flag in flags), *out], monkeypatch)
 
 
-def refused(flags, monkeypatch):
-    """What the script says when it ends in an error."""
+def in_process(flags, monkeypatch):
+    """Run the script in this process → what it exits with."""
     monkeypatch.setattr(sys, "argv", ["train_image.py", *map(str, flags)])
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as stopped:
+    try:
         train_image.main()
-    signal.signal(signal.SIGINT, handlers[0]), signal.signal(signal.SIGTERM, handlers[1])
-    message = str(stopped.value.code)
+    except SystemExit as stopped:
+        return stopped.code
+    finally:
+        signal.signal(signal.SIGINT, handlers[0]), signal.signal(signal.SIGTERM, handlers[1])
+
+
+def refused(flags, monkeypatch):
+    """What the script says when it ends in an error."""
+    message = str(in_process(flags, monkeypatch))
     assert message.startswith("error: ") and "\n" not in message and len(message) < 400
     return message

@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from math import nan
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from PIL import Image
 
 from pyvision_mini import report, trainer
 from pyvision_mini.config import Config, UserError, cli
+from pyvision_mini.data import unreadable
 from pyvision_mini.policy import load_policy
 from pyvision_mini.prompts import IM_END, IM_START, IMAGE, VISION_END, VISION_START
 from pyvision_mini.selection import Selection
@@ -157,21 +160,20 @@ def run_ranks(tmp_path, what):
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_the_first_ratio_is_exactly_one(policy, temperature):
-    _, result = step_of(policy, eight(policy), replace(CFG, temperature=temperature))
-    stats = result.stats
+    _, stats = step_of(policy, eight(policy), replace(CFG, temperature=temperature))
     assert (stats["ratio_max"], stats["kl"], stats["clipped"]) == (1.0, 0.0, 0)
     assert stats["tokens"] == 12 + 205 - 5 + 25 + 33 + 65 + 9 + 12 + 95
 
 
 def test_later_parts_of_a_batch_see_log_probs_from_before_the_first(policy):
-    _, result = step_of(policy, eight(policy), replace(CFG, updates_per_batch=2))
-    assert result.stats["ratio_max"] > 1.0 and result.stats["kl"] > 0
+    _, stats = step_of(policy, eight(policy), replace(CFG, updates_per_batch=2))
+    assert stats["ratio_max"] > 1.0 and stats["kl"] > 0
 
 
 def test_a_step_without_a_group_trains_no_token_changes_nothing_and_still_has_metrics(policy):
-    gradient, result = step_of(policy, [], replace(CFG, updates_per_batch=2))
+    gradient, stats = step_of(policy, [], replace(CFG, updates_per_batch=2))
     nothing = report.selection_row(Selection([], [], 1, 0, 0, Counter(), 0.0))
-    metrics = report.step_metrics([], [nothing], result, {})
+    metrics = report.step_metrics([], [nothing], stats, {})
     assert [metrics[key] for key in ("trained_tokens", "loss", "entropy", "kl", "ratio_max", "logp_gap", "padding_share",
                                      "skipped_updates", "groups_kept")] == [0] * 9
     assert max(g.abs().max().item() for g in gradient.values()) == 0.0
@@ -201,8 +203,8 @@ def test_a_second_ctrl_c_interrupts_at_once_and_is_one_line(capsys, monkeypatch)
 def test_a_nan_gradient_skips_the_step_and_is_counted(policy):
     groups = eight(policy)
     groups[0].trajectories[1].features[0] = torch.full_like(groups[0].trajectories[1].features[0], nan)
-    gradient, result = step_of(policy, groups, CFG)
-    assert result.n_skipped == 1
+    gradient, stats = step_of(policy, groups, CFG)
+    assert stats["skipped"] == 1
     assert max(g.abs().max().item() for g in gradient.values()) == 0.0
 
 
@@ -236,6 +238,38 @@ def test_the_head_never_sees_more_than_a_chunk_of_action_tokens(policy, monkeypa
     assert saved and not [shape for shape in saved if shape[-1:] == rows[0][-1:]]  # not even a chunk waits for the backward
     assert [len(shape) for shape in rows] == [2] * len(rows)
     assert [shape[0] for shape in rows] == [50] * 9 + [1]                          # 451 action tokens in all
+
+
+def test_a_new_learning_rate_holds_after_a_resume(tmp_path):
+    learner = trainer.Learner(CFG, OneRank())
+    learner.save(tmp_path / "step-000001", {"step": 1}, keep=1)
+    other = trainer.Learner(replace(CFG, lr=0.5, weight_decay=0.25), OneRank())
+    other.load(tmp_path / "step-000001")
+    assert [(group["lr"], group["weight_decay"]) for group in other.optimizer.param_groups] == [(0.5, 0.25)]
+
+
+def test_every_rank_looks_at_its_share_of_the_problems_and_all_learn_the_same(tmp_path, monkeypatch):
+    (tmp_path / "bad.png").write_text("no image")
+    Image.new("RGB", (60, 60)).save(tmp_path / "good.png")
+    problems = [Problem(str(i), "?", "1", images=(tmp_path / f"{'bad' if i in (1, 2) else 'good'}.png",)) for i in range(5)]
+    looked = []
+    monkeypatch.setattr(trainer, "unreadable", lambda p: looked.append(p.id) or unreadable(p))
+    ranks = [SimpleNamespace(rank=r, world=2) for r in range(2)]
+    shares = {}
+
+    def faults(rank):
+        def all_gather(mine):
+            shares[rank.rank] = mine
+            return [shares.get(r) for r in range(2)]
+        rank.all_gather = all_gather
+        return trainer.find_faults(problems, None, rank)
+
+    with suppress(TypeError):                                                     # rank 1's share is not there yet
+        faults(ranks[0])
+    assert looked == ["0", "2", "4"]
+    found = faults(ranks[1])
+    assert looked == ["0", "2", "4", "1", "3"] and found == faults(ranks[0])
+    assert [bool(fault) for fault in found] == [False, True, True, False, False] and "bad.png" in found[1]
 
 
 def test_a_folder_that_a_run_writes_to_is_refused_until_that_run_has_ended(tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pyvision_mini.config import Config
+from pyvision_mini.config import Config, direct_config
 from pyvision_mini.data import ProblemStream
 from pyvision_mini.prompts import TEMPLATES, prompt_segments
 from pyvision_mini.rollout import describe, frame_indices, rollout, with_uniform_frames
@@ -93,7 +93,7 @@ def test_a_broken_file_is_one_short_reason_that_names_it_and_a_counted_skip(what
     reason = describe(broken, pool)
     assert str(path) in reason and len(reason) < 500 and "\n" not in reason
     assert with_uniform_frames(broken, pool, n=4) is broken                      # the rollout fails on it and says why
-    stream = ProblemStream([broken, good], check=lambda p: describe(p, pool))
+    stream = ProblemStream([broken, good], find_faults=lambda drawn: [describe(p, pool) for p in drawn])
     assert [p.id for p in stream.next_batch(3)] == ["good"] * 3 and list(stream.skipped) == ["p"]
 
 
@@ -138,13 +138,32 @@ def test_memory_stays_flat_over_300_clips(tmp_path, pool):
     assert after[0] - before[0] < 50 and after[1] <= before[1]
 
 
+def train_video(folder, *flags, ranks=1):
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    return subprocess.run(
+        [sys.executable, *start, str(ROOT / "train_video.py"), "--steps", "2", "--out", str(folder / "run"), "--group_size", "4",
+         "--problems_per_round", "4", "--groups_per_step", "2", "--max_rounds", "1", "--eval_n", "4", *flags],
+        capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
 def test_train_video_runs_on_two_ranks_and_compares_with_uniform_frames(tmp_path):
-    out = tmp_path / "run"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train_video.py"),
-         "--steps", "2", "--out", str(out), "--group_size", "4", "--problems_per_round", "4", "--groups_per_step", "2",
-         "--max_rounds", "1", "--eval_n", "4"], capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    out, done = tmp_path / "run", train_video(tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "uniform, 4 frames" in done.stdout
-    baselines = json.loads((out / "summary.json").read_text())["baselines"]
-    assert baselines["uniform, 4 frames"]["visual_tokens"] == 64.0                     # 4 frames of 16 tokens
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["baselines"]["uniform, 4 frames"]["visual_tokens"] == 64.0          # 4 frames of 16 tokens
+    done = train_video(tmp_path, "--resume", ranks=2)                                  # of a run that has ended
+    assert done.returncode == 0 and "held out, " not in done.stdout and "uniform, 4 frames" in done.stdout, done.stderr[-3000:]
+
+
+def test_train_video_without_held_out_problems_has_nothing_to_compare(tmp_path):
+    done = train_video(tmp_path, "--eval_n", "0")
+    assert done.returncode == 0 and "step 2 | acc" in done.stdout and "uniform" not in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("model", ["", "m"])
+def test_answers_without_a_tool_are_asked_for_in_the_form_that_is_graded(model):
+    cfg = direct_config(Config(model=model, max_images=1))
+    assert (cfg.max_turns, cfg.max_images) == (0, 999)
+    # The tiny policy was taught the form; any other model has to be told.
+    assert ("\n<answer>\n\\boxed{your answer}\n</answer>" in TEMPLATES[cfg.template].system) == bool(model)
