@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from pyvision_mini.config import Config
 from pyvision_mini.policy import Policy, load_policy
 from pyvision_mini.report import trajectory_row
+from pyvision_mini.rollout import mix_seed
 from pyvision_mini.sandbox import SandboxPool
 from pyvision_mini.toy import COLORS, image_problems
 from pyvision_mini.trainer import Scorer, evaluate
@@ -78,7 +79,7 @@ def main() -> None:
     with SandboxPool(workers=1) as pool:
         for turns in range(5):
             cfg = replace(Config(), max_turns=turns)
-            groups = evaluate(trained, held_out, cfg, pool, rank=0, tick=lambda kind, n: None)
+            groups = evaluate(trained, held_out, cfg, pool, mix_seed(0), tick=lambda kind, n: None)
             rows = [trajectory_row(group.trajectories[0]) for group in groups]
             print(f"{args.model or 'shipped policy'}, at most {turns} tool turns: accuracy "
                   f"{np.mean([row['accuracy'] for row in rows]):.3f}, {np.mean([row['calls'] for row in rows]):.2f} calls")

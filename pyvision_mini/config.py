@@ -7,6 +7,7 @@ PyVision-RL (arXiv 2602.20739) and applies when `--model` is given. Explicit fla
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -188,6 +189,10 @@ def cli(main):
             code = stopped.code
         except UserError as error:
             code = f"error: {error}"
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            code = f"error: --out: {error.strerror}; what was saved stays: make room, then go on with --resume --out FOLDER"
         except KeyboardInterrupt:
             print("interrupted; the last checkpoint stays", file=sys.stderr)
             code = 130

@@ -190,7 +190,8 @@ class ProblemStream:
 
     def load_state_dict(self, state: dict) -> None:
         """Go to a position: `index` problems of `epoch` are drawn already, `skipped` could not be shown."""
-        self.skipped = dict(state.get("skipped", {}))
+        known = {problem.id for problem in self.problems}
+        self.skipped = {name: why for name, why in state.get("skipped", {}).items() if name in known}
         self._start(state["epoch"], state["index"])
 
     def _start(self, epoch: int, index: int) -> None:
@@ -208,14 +209,16 @@ class ProblemStream:
     def next_batch(self, n: int) -> list[Problem]:
         """This rank's share [rank::world] of the next n problems over all ranks. UserError if none can be shown."""
         batch: list[Problem] = []
+        failed: dict[str, str] = {}
         while missing := n - len(batch):
             drawn = [self._draw() for _ in range(missing)]
             faults = self.find_faults(drawn)
-            self.skipped |= {problem.id: fault for problem, fault in zip(drawn, faults) if fault}
+            failed |= {problem.id: fault for problem, fault in zip(drawn, faults) if fault}
             batch += [problem for problem, fault in zip(drawn, faults) if not fault]
-            if len(self.skipped) == len(self.problems):
-                name, fault = next(iter(self.skipped.items()))
+            if not batch and len(failed) == len(self.problems):
+                name, fault = next(iter(failed.items()))
                 raise UserError(f"no problem of the data can be shown; {name}: {fault}; check its media")
+        self.skipped |= failed
         return batch[self.rank::self.world]
 
 

@@ -13,6 +13,7 @@ import time
 from base64 import b64encode
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from html import escape
 from math import sqrt
@@ -102,7 +103,7 @@ def _peak_memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-class Bars:
+class Bars(AbstractContextManager):
     """Progress bars of one stage, for rank 0's terminal; `total` adds up every tick on any rank."""
 
     def __init__(self, label: str, visible: bool, check: Callable[[], None]):
@@ -132,15 +133,12 @@ class Bars:
                                    disable=not self.visible, mininterval=0.5, dynamic_ncols=True)
         return self.bars[kind]
 
-    def __enter__(self) -> Bars:
-        return self
-
     def __exit__(self, *exc) -> None:
         for bar in self.bars.values():
             bar.close()
 
 
-class Reporter:
+class Reporter(AbstractContextManager):
     """Everything a run writes; only rank 0 does. Of what an earlier run wrote stays what is up to `position`."""
 
     def __init__(self, out: Path, name: str, cfg: Config, rank: int, started: float, position: dict):
@@ -152,26 +150,29 @@ class Reporter:
         if not self.first:
             return
         write_json(out / "config.json", asdict(cfg))
-        if done and (out / "summary.json").is_file():
+        if done:
             try:
                 old = json.loads((out / "summary.json").read_text())
                 kept = [e for e in old["evaluations"] if e["step"] <= position["evaluated"]]
                 self.summary |= old | {"steps": done, "evaluations": kept}
-                if position["evaluated"] < cfg.steps:
+                if position["evaluated"] < cfg.steps:        # what the end of a shorter run left
                     self.summary["after"] = None
-            except (ValueError, TypeError, KeyError):
+                    self.summary.pop("baselines", None)
+            except (OSError, ValueError, TypeError, KeyError):
                 self.line(f"warning: {out / 'summary.json'} is damaged: what was evaluated up to step {done} is lost")
-        kept = [row for row in read_metrics(self.metrics_path) if row["step"] <= done]
+        rows = read_metrics(self.metrics_path)
+        kept = [row for row in rows if "elapsed" in row and row["step"] <= done]
+        if len(kept) < done:
+            self.line(f"warning: {self.metrics_path} is damaged: {done - len(kept)} of {done} steps are missing")
+        if rows and not done:
+            self.line(f"warning: {out} holds no complete checkpoint: its {len(rows)} steps are run anew")
         write_whole(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
         page.merge(out, done if cfg.resume else -1)
         if kept:                                 # a resumed run's clock goes on
             self.started -= kept[-1]["elapsed"]
 
-    def __enter__(self) -> Reporter:
-        return self
-
     def __exit__(self, *exc) -> None:
-        if self.first:
+        with suppress(OSError):                  # a full disk, which is what ended the run
             self._save_summary()
 
     def line(self, text: str) -> None:
@@ -256,14 +257,12 @@ class Reporter:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Lines of a metrics file; a last line cut by a kill is left out."""
+    """Lines of a metrics file; damaged ones, as a last line cut by a kill, are left out."""
     rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        with suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    return [row for row in rows if isinstance(row, dict)]
 
 
 CURVES = [("accuracy and reward", ("accuracy", "reward")), ("tool calls", ("calls", "calls_max")),
@@ -358,12 +357,10 @@ def read_runs(paths: list[str]) -> dict[str, list[dict]]:
         file = path / "metrics.jsonl" if path.is_dir() else path
         if not file.is_file():
             raise UserError(f"{file}: no such file; give folders with a metrics.jsonl in them, or .jsonl files")
-        try:
-            rows = [row for row in read_metrics(file) if {"step", "elapsed"} <= set(row) or {"step", "held_out"} <= set(row)]
-            if (summary := path / "summary.json").is_file():
-                rows += [{"step": e["step"], "held_out": e["accuracy"]} for e in json.loads(summary.read_text())["evaluations"]]
-        except (OSError, ValueError, TypeError, KeyError):       # JSON, but no objects; not UTF-8; a damaged summary
-            rows = []
+        rows = [row for row in read_metrics(file) if {"step", "elapsed"} <= set(row) or {"step", "held_out"} <= set(row)]
+        with suppress(OSError, ValueError, TypeError, KeyError):     # a file of metrics alone has none, and it may be damaged
+            evaluations = json.loads((path / "summary.json").read_text())["evaluations"]
+            rows += [{"step": e["step"], "held_out": e["accuracy"]} for e in evaluations]
         if not any("elapsed" in row for row in rows):
             raise UserError(f"{file}: holds no step of a run; give a metrics.jsonl of one that finished a step")
         runs[name if list(names.values()).count(name) == 1 else str(path)] = rows

@@ -26,7 +26,7 @@ class Selection:
     sampled: list[Group]      # everything this rank sampled, in order: metrics are reported over these
     rounds: int               # rounds sampled, the same on all ranks
     n_informative: int        # all ranks: groups that passed the filters
-    n_kept: int               # all ranks: groups that train; 0 means skip the step, on every rank
+    n_kept: int               # all ranks: groups that train
     dropped: Counter[str]     # this rank: reasons of trajectories, and of groups (group_drop_reason or "surplus")
     imbalance: float          # all ranks: most kept groups on a rank − mean over ranks
 

@@ -48,6 +48,7 @@ from pyvision_mini.trajectory import Group, Problem, Trajectory
 # For ranks with fewer micro-batches than others: it costs nothing and changes nothing.
 SPARE = Trajectory(Problem("spare", "", ""), ids=[0, 0], action_mask=[0, 1], logps=[nan, 0.0])
 M_ARENA_MAX = -8  # of malloc.h
+SAME_RUN = ("model", "data", "seed", "eval_data", "eval_n", "eval_temperature")     # what a resumed run may not change
 HEAD_CHUNK = 256  # action tokens whose logits exist at once: 0.16 GB in fp32 at Qwen's 151,936 ids
 
 
@@ -323,9 +324,12 @@ class Learner:
                 self.policy.model.save_pretrained(partial / "model")
                 self.policy.processor.save_pretrained(partial / "model")
                 write_json(partial / "position.json", position)
+            failed = ""
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-            raise UserError(f"{partial}: cannot be written ({str(error).splitlines()[0][:120]}); is the disk full? "
-                            f"Make room, then --resume --out {folder.parent.parent}") from None
+            failed = str(error).splitlines()[0][:120]
+        if failed := next(filter(None, self.ranks.all_gather(failed)), ""):
+            raise UserError(f"{partial}: cannot be written ({failed}); is the disk full? Make room, then --resume --out "
+                            f"{folder.parent.parent}")
         if first:
             shutil.rmtree(folder, ignore_errors=True)    # what an interrupted clean-up left of it
             partial.rename(folder)
@@ -333,22 +337,40 @@ class Learner:
                 shutil.rmtree(old)
         self.ranks.all_gather(None)
 
-    def load(self, folder: Path) -> dict:
-        """Read a checkpoint into weights and optimizer, on any number of ranks → its position. UserError if damaged."""
+    def load(self, folder: Path) -> None:
+        """Read a checkpoint into weights and optimizer, on any number of ranks. UserError if it is damaged."""
         model, optimizer = get_state_dict(self.scorer, self.optimizer)
         state = {"model": model, "optimizer": optimizer}
         try:
             with warnings.catch_warnings(action="ignore", category=UserWarning):
                 dcp.load(state, checkpoint_id=folder / "state")
-            position = json.loads((folder / "position.json").read_text())
         except (Exception, CheckpointException) as error:    # whatever a damaged file makes of a reader
-            raise UserError(f"{folder}: cannot be read ({error.__class__.__name__}); delete it and --resume from the "
-                            "checkpoint before it") from None
+            raise damaged(folder, error) from None
         set_state_dict(self.scorer, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         for group in self.optimizer.param_groups:    # came back with the moments, but a new --lr means what it says
             group.update(lr=self.cfg.lr, weight_decay=self.cfg.weight_decay)
         self.sync()
-        return position
+
+
+def damaged(folder: Path, error: BaseException) -> UserError:
+    return UserError(f"{folder}: cannot be read ({error.__class__.__name__}); delete it and --resume from the checkpoint "
+                     "before it")
+
+
+def read_position(folder: Path, cfg: Config, name: str) -> dict:
+    """A checkpoint's position. UserError if it is damaged, or of another run: in this one it would mean nothing."""
+    try:
+        position = json.loads((folder / "position.json").read_text())
+        before = {key: position["config"][key] for key in SAME_RUN}
+        script = position["name"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise damaged(folder, error) from None
+    if script != name:
+        raise UserError(f"--resume --out {cfg.out}: it was started by train_{script}.py")
+    for key, value in before.items():
+        if value != getattr(cfg, key):
+            raise UserError(f"--resume --out {cfg.out}: it was started with --{key} {'(none)' if value == '' else value}")
+    return position
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -358,19 +380,20 @@ def checkpoints(folder: Path) -> list[Path]:
 
 # --- the run ----------------------------------------------------------------------------------------------------------
 
+Change = Callable[[Problem, SandboxPool], Problem]  # of a held-out problem into what a baseline is asked
 
-def evaluate(policy: Policy, problems: list[Problem], cfg: Config, pool: SandboxPool, rank: int,
+def evaluate(policy: Policy, problems: list[Problem], cfg: Config, pool: SandboxPool, seed: int,
              tick: Callable[[str, float], None]) -> list[Group]:
-    """One trajectory per problem at the evaluation temperature, the same draws each time → graded groups of one."""
+    """One trajectory per problem at the evaluation temperature → graded groups of one."""
     cfg = replace(cfg, temperature=cfg.eval_temperature)
-    groups = rollout(policy, problems, cfg, pool, seed=mix_seed(cfg.seed, rank), n_samples=1, tick=tick)
+    groups = rollout(policy, problems, cfg, pool, seed, n_samples=1, tick=tick)
     for group in groups:
         score(group.trajectories[0], cfg)
     return groups
 
 
 def train(cfg: Config, name: str, problems: list[Problem], held_out: list[Problem], started: float,
-          baselines: dict[str, Callable[[Problem, SandboxPool], Problem]] | None = None) -> None:
+          baselines: dict[str, Change] | None = None) -> None:
     """The whole run: evaluate, then per step sample → select → update → report, then evaluate. Called on every rank.
 
     `started` is the time the process began, for first_step_seconds. `baselines` turn a held-out problem into one that
@@ -378,13 +401,13 @@ def train(cfg: Config, name: str, problems: list[Problem], held_out: list[Proble
     """
     stop, ranks = StopSignal(), Ranks()
     out = output_folder(cfg, name, ranks)
+    position = {"name": name, "step": 0, "evaluated": -1, "stream": {"epoch": 0, "index": 0}}
+    found = checkpoints(out / "checkpoints")[-1:] if cfg.resume else []
+    for folder in found:                         # before the model is loaded: it may be another one
+        position = read_position(folder, cfg, name)
     learner = Learner(cfg, ranks)
-    position = {"step": 0, "evaluated": -1, "stream": {"epoch": 0, "index": 0}}
-    if cfg.resume and (found := checkpoints(out / "checkpoints")):
-        position = learner.load(found[-1])
-        for key in ("model", "data", "seed"):        # the position would mean nothing
-            if (before := position["config"][key]) != getattr(cfg, key):
-                raise UserError(f"--resume --out {out}: it was started with --{key} {'(none)' if before == '' else before}")
+    for folder in found:
+        learner.load(folder)
     with open_pool(cfg, ranks) as pool, report.Reporter(out, name, cfg, ranks.rank, started, position) as reporter:
         stream = ProblemStream(problems, cfg.seed, ranks.rank, ranks.world, lambda drawn: find_faults(drawn, pool, ranks))
         stream.load_state_dict(position["stream"])
@@ -450,7 +473,7 @@ class Run:
     reporter: report.Reporter
     out: Path
     position: dict                               # finished steps, the step last evaluated, the data after the last step
-    baselines: dict[str, Callable[[Problem, SandboxPool], Problem]]
+    baselines: dict[str, Change]
 
     def loop(self) -> None:
         self.evaluate_if_due()
@@ -460,7 +483,7 @@ class Run:
             if self.position["step"] % self.cfg.save_every == 0 and self.position["step"] < self.cfg.steps:
                 self.save()
         self.save()
-        table = {label: self._evaluate(direct_config(self.cfg), [change(problem, self.pool) for problem in self._mine()])
+        table = {label: self._evaluate(direct_config(self.cfg), change=change)
                  for label, change in self.baselines.items() if self.held_out}
         self.reporter.finish(self.position["step"], table)
 
@@ -469,7 +492,7 @@ class Run:
         due = step == 0 or last or self.cfg.eval_every and step % self.cfg.eval_every == 0
         if self.held_out and due and self.position["evaluated"] != step:    # a stopped one is made up for on --resume
             when = "before" if step == 0 else "after" if last else "during"
-            self.reporter.evaluated(when, self._evaluate(self.cfg, self._mine(), when))
+            self.reporter.evaluated(when, self._evaluate(self.cfg, when))
             self.position["evaluated"] = step
 
     def step(self) -> None:
@@ -528,20 +551,26 @@ class Run:
             raise Stopped
         return [value for value, _ in pairs]
 
-    def _mine(self) -> list[Problem]:
-        return self.held_out[self.ranks.rank::self.ranks.world]
-
-    def _evaluate(self, cfg: Config, problems: list[Problem], when: str = "") -> dict[str, float]:
-        with report.Bars("evaluate", self.reporter.first, self.stop.check) as bars:
+    def _evaluate(self, cfg: Config, when: str = "", change: Change = lambda problem, pool: problem) -> dict[str, float]:
+        """Means over the held-out problems of all ranks. The same draws each time, on the same number of ranks."""
+        problems = self.held_out[self.ranks.rank::self.ranks.world]
+        mine: list[dict] = []
+        first: list[Group] = []
+        with report.Bars("evaluate", self.reporter.first, self.stop.check) as bars, suppress(Stopped):
             bars.expect(len(problems))
-            try:
-                groups = evaluate(self.learner.policy, problems, cfg, self.pool, self.ranks.rank, bars.tick)
-            except Stopped:
-                groups = []
-            mine = ([report.trajectory_row(group.trajectories[0]) for group in groups],
-                    page.held_out_rows(groups, cfg, when, self.position["step"], self.ranks.rank, self.ranks.world))
-            parts, shown = zip(*self._gather(mine))
-            rows = [row for part in parts for row in part]
+            for start in range(0, len(problems), cfg.rollout_rows):     # no more of what `change` brings in at once
+                batch = []
+                for problem in problems[start:start + cfg.rollout_rows]:
+                    self.stop.check()
+                    batch.append(change(problem, self.pool))
+                seed = mix_seed(cfg.seed, self.ranks.rank, start)
+                groups = evaluate(self.learner.policy, batch, cfg, self.pool, seed, bars.tick)
+                mine += [report.trajectory_row(group.trajectories[0]) for group in groups]
+                first = (first + groups)[:page.HELD_OUT]
+        # Also after a stop: all ranks have to learn of it.
+        parts, shown = zip(*self._gather((mine, page.held_out_rows(
+            first, cfg, when, self.position["step"], self.ranks.rank, self.ranks.world))))
+        rows = [row for part in parts for row in part]
         self.reporter.show(shown)
         self.reporter.name_failures(row["failure"] for row in rows)
         if when == "before":

@@ -159,6 +159,12 @@ def test_a_restored_stream_goes_on_where_the_saved_one_stopped():
     assert stream.state_dict() == {"epoch": 1, "index": 2, "skipped": {}}
 
 
+def test_rows_that_left_the_file_before_a_resume_do_not_count_as_skipped():
+    stream = ProblemStream(problems(2), seed=1)
+    stream.load_state_dict({"epoch": 0, "index": 0, "skipped": {"gone": "cannot read", "gone too": "cannot read", "1": "cannot read"}})
+    assert stream.skipped == {"1": "cannot read"} and sorted(ids(stream.next_batch(2))) == ["0", "1"]
+
+
 def test_ranks_take_interleaved_parts_of_one_global_batch():
     whole = ids(ProblemStream(problems(10), seed=5).next_batch(7))
     parts = [ids(ProblemStream(problems(10), seed=5, rank=r, world=2).next_batch(7)) for r in range(2)]
@@ -183,6 +189,18 @@ def test_unreadable_images_are_replaced_by_the_next_problem_and_every_rank_skips
     assert streams[0].skipped == streams[1].skipped
     assert sorted(streams[0].skipped) == ["cut.jpg", "left.png", "line.png", "text.png"]
     assert "cut.jpg" in streams[0].skipped["cut.jpg"] and "too narrow" in streams[0].skipped["line.png"]
+
+
+def test_problems_that_each_failed_once_but_can_be_shown_go_on():
+    busy = ["0", "1"]
+
+    def find_faults(drawn):
+        return ["busy" if p.id in busy and not busy.remove(p.id) else None for p in drawn]
+    stream = ProblemStream(problems(3), find_faults=find_faults)
+    assert len(stream.next_batch(3)) == 3
+    busy.append("2")
+    assert len(stream.next_batch(3)) == 3
+    assert sorted(stream.skipped) == ["0", "1", "2"]
 
 
 def test_data_of_which_nothing_can_be_shown_is_an_error_and_no_endless_loop(folder):

@@ -1,5 +1,6 @@
 """train_image.py as its users run it: whole runs, resuming, stopping, two ranks, own data, bad input."""
 
+import errno
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import pytest
 from PIL import Image
 
 import train_image
-from pyvision_mini import selection, trainer
+from pyvision_mini import page, selection, trainer
 from pyvision_mini.policy import EMBEDDED
 
 ROOT = Path(__file__).parent.parent
@@ -99,8 +100,32 @@ def test_an_evaluation_that_was_stopped_is_made_up_for_and_a_damaged_summary_is_
     (tmp_path / "run/summary.json").write_text('{"before": ')
     printed = run("--out", tmp_path / "run", "--steps", 4, "--resume", *SMALL)
     assert "held out, after: accuracy" in printed and "held out, before" not in printed
-    assert f"warning: {tmp_path}/run/summary.json is damaged" in printed
+    assert f"warning: {tmp_path}/run/summary.json is damaged" in printed and "metrics.jsonl is damaged" not in printed
     assert json.loads(position.read_text())["evaluated"] == 4                    # and is not made up for again
+
+
+def test_what_is_left_of_damaged_metrics_is_kept_and_what_is_missing_is_named(whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path / "run")
+    lines = (tmp_path / "run/metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "run/metrics.jsonl").write_bytes(b"5\n\xff\xfe\n" + b"x" + b"".join(lines))
+    (tmp_path / "run/summary.json").unlink()
+    printed = run("--out", tmp_path / "run", "--steps", 4, "--resume", *SMALL)
+    assert "metrics.jsonl is damaged: 1 of 4 steps are missing" in printed and "summary.json is damaged" in printed
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [2, 3, 4]
+
+
+def test_a_resume_without_a_checkpoint_says_that_it_starts_afresh(whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    printed = run("--out", tmp_path / "run", "--steps", 0, "--resume", *SMALL)
+    assert f"warning: {tmp_path}/run holds no complete checkpoint: its 4 steps are run anew" in printed
+
+
+def test_a_full_disk_is_one_line_wherever_it_is_met(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(page, "append", full)
+    said = refused(["--out", tmp_path / "run", "--steps", 1, *SMALL], monkeypatch)
+    assert said.startswith("error: --out: No space left on device")
 
 
 def test_a_stop_in_the_first_step_leaves_nothing_to_go_on_from_and_resume_starts_afresh(tmp_path, monkeypatch):
@@ -130,12 +155,25 @@ def test_held_out_media_that_are_gone_after_training_do_not_end_the_run(small_da
 def test_a_checkpoint_that_cannot_be_read_and_a_resume_on_other_data_say_so(whole, small_data, monkeypatch):
     out = small_data / "run"
     shutil.copytree(whole[0], out)
+    (out / "checkpoints/step-000002/position.json").write_text("{}")
+    monkeypatch.setattr(trainer, "checkpoints", lambda folder: [folder / "step-000002"])
+    assert "step-000002: cannot be read (KeyError); delete it" in refused(["--out", out, "--resume"], monkeypatch)
+    monkeypatch.undo()
+    for flag, value, before in (("--eval_n", 5, 4), ("--eval_temperature", 0.5, 1.0),
+                                ("--eval_data", small_data / "good.jsonl", "(none)")):
+        said = refused(["--out", out, "--resume", "--eval_n", 4, flag, value], monkeypatch)
+        assert f"it was started with {flag} {before}" in said
+    assert "it was started with --model (none)" in refused(
+        ["--out", out, "--resume", "--model", small_data / "llama", "--data", small_data / "good.jsonl"], monkeypatch)
+    with monkeypatch.context() as other:
+        other.setattr(train_image, "train", lambda cfg, name, *rest: trainer.train(cfg, "video", *rest))
+        assert "it was started by train_image.py" in refused(["--out", out, "--resume"], other)
     assert "it was started with --seed 0" in refused(["--out", out, "--resume", "--seed", 1], monkeypatch)
     assert "it was started with --data (none)" in refused(
         ["--out", out, "--resume", "--data", small_data / "good.jsonl"], monkeypatch)
     shard = next((out / "checkpoints/step-000004/state").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:shard.stat().st_size // 2])
-    assert f"{out}/checkpoints/step-000004: cannot be read" in refused(["--out", out, "--resume"], monkeypatch)
+    assert f"{out}/checkpoints/step-000004: cannot be read" in refused(["--out", out, "--resume", *SMALL], monkeypatch)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

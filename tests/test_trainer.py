@@ -143,7 +143,7 @@ def test_parameters_agree_on_two_ranks_after_three_steps_with_replica_and_checkp
     hashes = json.loads((out / "hashes.json").read_text())
     assert hashes["replica"][0] == hashes["replica"][1]
     one = trainer.Learner(replace(CFG, model=str(out / "step-000003" / "model")), OneRank())
-    assert one.load(out / "step-000003") == {"step": 3}
+    one.load(out / "step-000003")
     total = sum(p.detach().double().abs().sum().item() for p in one.scorer.parameters())
     assert total == pytest.approx(hashes["total"], rel=1e-9)
     assert len(one.optimizer.state) == len(list(one.scorer.parameters()))
