@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +48,8 @@ class Policy:
         self.image_id = self.control_id(IMAGE)
         self.suppressed = tuple(self.control_id(c) for c in SUPPRESSED)
         self.stop_ids = (self.control_id(IM_END), self.control_id(END_OF_TEXT))
+        # Remembered: of an observation only what was printed is new.
+        self._encode = lru_cache(256)(partial(self.tokenizer.encode, add_special_tokens=False, split_special_tokens=True))
 
     @property
     def device(self) -> torch.device:
@@ -60,10 +62,10 @@ class Policy:
         return token
 
     @cached_property
-    def closing_ids(self) -> torch.Tensor:
+    def closing_ids(self) -> set[int]:
         """Ids whose text contains '>': only these can complete a `</code>`, so only rows that end in one are decoded."""
         texts = self.tokenizer.batch_decode([[i] for i in range(len(self.tokenizer))])
-        return torch.tensor([i for i, text in enumerate(texts) if ">" in text], device=self.device)
+        return {i for i, text in enumerate(texts) if ">" in text} - set(self.stop_ids)
 
     def encode(self, segments: list[str], grids: list[tuple[int, int, int]] = ()) -> list[int]:
         """Segments → ids. Plain text never yields a control id; each IMAGE takes the next grid's number of pads."""
@@ -73,7 +75,7 @@ class Policy:
                 text += segment                      # joined first: token borders are those of the chat template
                 continue
             if text:
-                ids += self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+                ids += self._encode(text)
                 text = ""
             if segment == IMAGE:
                 t, h, w = next(grids)

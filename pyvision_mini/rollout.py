@@ -361,14 +361,14 @@ class _History:
         limits = [min(cfg.max_turn_tokens - row.n_written, cfg.max_response_tokens - len(row.traj.ids) + row.traj.n_prompt)
                   for row in rows]
         begins = [max(n_new - row.n_written, 0) for row in rows]
-        stop = _TurnStop(policy, n_new, begins, torch.tensor(limits, device=policy.device), tick)
+        stop = _TurnStop(policy, n_new, begins, limits, tick)
         recorder = _Recorder(policy.suppressed, cfg.temperature)
         out = policy.model.generate(input_ids=ids_BN, attention_mask=mask_BT, position_ids=pos_4BN, cache=self.cache,
                                     max_new_tokens=max(limits), logits_processor=[recorder], stopping_criteria=[stop],
                                     **vision)
         new_BN = out.sequences[:, n_new:]
-        for row, ids, logps, n, stopped in zip(rows, new_BN.tolist(), recorder.finish(new_BN).tolist(),
-                                               stop.lengths.tolist(), stop.stopped.tolist()):
+        for row, ids, logps, n, stopped in zip(rows, new_BN.tolist(), recorder.finish(new_BN).tolist(), stop.lengths,
+                                               stop.stopped):
             row.stopped = stopped if n else None
             n = n or len(ids)                    # it goes on
             row.extend(policy, ids[:n], logps=logps[:n])
@@ -404,31 +404,29 @@ class _TurnStop(StoppingCriteria):
     turn holds up nobody, and whatever the lengths are, waiting and starting cost at most twice what the better one would.
     """
 
-    def __init__(self, policy: Policy, width: int, begins: list[int], limits_B: torch.Tensor,
+    def __init__(self, policy: Policy, width: int, begins: list[int], limits: list[int],
                  tick: Callable[[str, float], None]):
         """`begins`: the column in which the turn of each row begins, `width` if it has not begun."""
-        self.policy, self.width, self.begins, self.limits_B, self.tick = policy, width, begins, limits_B, tick
-        self.stop_ids = torch.tensor(policy.stop_ids, device=policy.device)
-        self.stopped = torch.zeros_like(limits_B, dtype=torch.bool)
-        self.lengths = torch.zeros_like(limits_B)        # sampled here until the turn ended; 0: it goes on
-        self.idled = 0                                   # row-steps of rows that had ended
+        self.policy, self.width, self.begins, self.limits, self.tick = policy, width, begins, limits, tick
+        self.stopped = [False] * len(limits)
+        self.lengths = [0] * len(limits)         # sampled here until the turn ended; 0: it goes on
+        self.idled = 0                           # row-steps of rows that had ended
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
-        n, last_B = input_ids.shape[1] - self.width, input_ids[:, -1]
-        running_B = self.lengths == 0
-        n_running, B = int(running_B.sum()), len(running_B)
-        self.idled += B - n_running
-        self.tick("tokens", n_running)
-        stop_B = running_B & torch.isin(last_B, self.stop_ids)
-        for i in (running_B & torch.isin(last_B, self.policy.closing_ids)).nonzero()[:, 0].tolist():
-            ids = input_ids[i, self.begins[i]:][-CODE_STOP_TOKENS:].tolist()         # few: the cost stays flat
-            tail, before = self.policy.decode(ids), self.policy.decode(ids[:-1])
-            stop_B[i] |= tail.lower().count(CODE_STOP) > before.lower().count(CODE_STOP)
-        self.stopped |= stop_B
-        ended_B = stop_B | (running_B & (n >= self.limits_B))
-        self.lengths[ended_B] = n
-        over_B = self.lengths > 0
-        return over_B | (n_running < B and self.idled >= WAIT_STEPS * B)
+        n, last = input_ids.shape[1] - self.width, input_ids[:, -1].tolist()     # plain lists: one wait for a GPU, not five
+        running = [i for i, length in enumerate(self.lengths) if length == 0]
+        self.idled += len(last) - len(running)
+        self.tick("tokens", len(running))
+        for i in running:
+            self.stopped[i] = last[i] in self.policy.stop_ids
+            if last[i] in self.policy.closing_ids:
+                ids = input_ids[i, self.begins[i]:][-CODE_STOP_TOKENS:].tolist()     # few: the cost stays flat
+                tail, before = self.policy.decode(ids), self.policy.decode(ids[:-1])
+                self.stopped[i] = tail.lower().count(CODE_STOP) > before.lower().count(CODE_STOP)
+            if self.stopped[i] or n >= self.limits[i]:
+                self.lengths[i] = n
+        waited = len(running) < len(last) and self.idled >= WAIT_STEPS * len(last)
+        return torch.tensor([length > 0 or waited for length in self.lengths], device=input_ids.device)
 
 
 def choose_attention(policy: Policy) -> str:
