@@ -186,7 +186,8 @@ class Reporter(AbstractContextManager):
                   f"attention: {attention}")
         self.line(f"problems: {n_train} to train on, {n_held_out} held out")
         self.line(f"sandbox: {', '.join(pool.layers)}")
-        changed = [f"{key}={value}" for key, value in vars(self.cfg).items() if value != getattr(Config(), key)]
+        default = vars(Config())
+        changed = [f"{key}={value}" for key, value in vars(self.cfg).items() if value != default[key]]
         self.line("settings: " + (", ".join(changed) or "all default"))
         self.line(f"output: {self.out}, with trajectories.html to look at")
 

@@ -86,9 +86,11 @@ def clip(rng: np.random.Generator, name: str, folder: Path | None) -> Clip:
     colors = [str(c) for c in rng.permutation(list(COLORS))[:4]]
     dots = colors if when else [colors[0] if k == target else None for k in range(4)]
     frames = [to_rgb(image) for image in _draw(rng, FRAME, SHRINK, dots, (0, 0), FRAME)]
-    content = b"".join([starts.tobytes(), *(frame.tobytes() for frame in frames)])   # a name that tells nobody anything
-    videos = [] if folder is None else [folder / f"{hashlib.sha1(content).hexdigest()[:16]}.mp4"]
-    for path in videos:
+    videos = []
+    if folder is not None:
+        content = b"".join([starts.tobytes(), *(frame.tobytes() for frame in frames)])
+        path = folder / f"{hashlib.sha1(content).hexdigest()[:16]}.mp4"    # a name that tells nobody anything
+        videos = [path]
         if not path.is_file():
             _write_clip(path, [frames[4 * i // n] for i in range(n)], starts)
     seconds = (starts[-1] + steps[-1]) / 1000

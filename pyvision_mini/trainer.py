@@ -5,7 +5,6 @@ Axes: B rows of a micro-batch, T padded tokens, N action tokens of the micro-bat
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import os
@@ -38,6 +37,7 @@ from pyvision_mini import page, report
 from pyvision_mini.config import Config, UserError, direct_config, write_json
 from pyvision_mini.data import ProblemStream, unreadable
 from pyvision_mini.grpo import entropy_from_logits, group_advantages, logprobs, policy_loss
+from pyvision_mini.lockdown import libc
 from pyvision_mini.policy import Policy, load_policy, mrope_positions, sampling_logits
 from pyvision_mini.reward import GRADER_FAILURES, score
 from pyvision_mini.rollout import choose_attention, describe, mix_seed, rollout
@@ -224,7 +224,7 @@ class Ranks:
         elif self.world > 1:                     # oversubscribed OpenMP threads are ten times slower
             torch.set_num_threads(self.cores)
         with suppress(AttributeError):           # glibc only: one malloc arena, as each thread that waits for a sandbox
-            ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)    # call would have its own, with holes that nobody else fills
+            libc("mallopt", M_ARENA_MAX, 1)      # call would have its own, with holes that nobody else fills
         self.sharded = self.world > 1 or cuda
         if self.sharded:
             alone = {} if self.world > 1 else dict(init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
@@ -382,6 +382,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 Change = Callable[[Problem, SandboxPool], Problem]  # of a held-out problem into what a baseline is asked
 
+
 def evaluate(policy: Policy, problems: list[Problem], cfg: Config, pool: SandboxPool, seed: int,
              tick: Callable[[str, float], None]) -> list[Group]:
     """One trajectory per problem at the evaluation temperature → graded groups of one."""
@@ -506,11 +507,11 @@ class Run:
             # Zero informative groups on all ranks: nothing to learn from, counted by the metrics as a skipped step.
             # A stop signal waits until the update is whole: no check between its collectives.
             stats = update(self.learner.scorer, self.learner.optimizer, self.learner.policy, selection.kept, self.cfg,
-                            self.ranks, bars.count)
+                           self.ranks, bars.count)
             updated = time.perf_counter()
             self.learner.sync()
         with suppress(AttributeError):               # glibc only: holes in the heap go back, or it grows by a MB a step
-            ctypes.CDLL(None).malloc_trim(0)
+            libc("malloc_trim", 0)
         self.position |= {"step": step, "stream": self.stream.state_dict()}
         seconds = {"sample": sampled - began, "update": updated - sampled, "sync": time.perf_counter() - updated,
                    "generate": bars.total["generate"], "sandbox": bars.total["sandbox"]}
